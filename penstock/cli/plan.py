@@ -25,7 +25,7 @@ from penstock.cli.options import (
     read_text,
     where,
 )
-from penstock.cli.output import note, print_json, progress
+from penstock.cli.output import fitted, note, print_json, progress
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
@@ -155,11 +155,11 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     if how.as_json:
         print_json(_report(solved, explain.limits(solved, ask, figures), band, others))
         return
-    print(explain.table(solved, ask, figures, band, others))
+    print(fitted(explain.table(solved, ask, figures, band, others)))
     if how.compare:
         from penstock.planner.compare import comparison
 
-        print(f"\n{comparison(solved)}")
+        print(fitted(f"\n{comparison(solved)}"))
 
 
 def _plan_files(several: Several, how: _How) -> None:
