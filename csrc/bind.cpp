@@ -46,12 +46,12 @@ struct Memory {
         return mapping;
     }
 
-    void populate() {
+    void populate(int threads) {
         Mapping& m = open();
         ++users;
         {
             nb::gil_scoped_release release;
-            m.populate();
+            m.populate(threads);
         }
         --users;
     }
@@ -283,7 +283,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("address", [](Memory& self) { return reinterpret_cast<std::uintptr_t>(self.open().data()); })
         .def_prop_ro("nbytes", [](Memory& self) { return self.mapping.nbytes(); })
         .def_prop_ro("huge", [](Memory& self) { return self.mapping.huge(); })
-        .def("populate", &Memory::populate)
+        .def("populate", &Memory::populate, "threads"_a = 1)
         .def("close", &Memory::close);
 
     m.def("read_into", &py_read_into, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "block_bytes"_a);

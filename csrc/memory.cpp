@@ -3,7 +3,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // since Linux 5.14; older C libraries do not name it
@@ -13,6 +18,9 @@ namespace penstock {
 namespace {
 
 std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+// What a thread takes at once of a mapping. The kernel clears the pages, 64 MiB in 5 to 15 ms.
+constexpr std::size_t kTakenAtOnce = std::size_t{64} << 20;
 
 std::size_t round_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -35,13 +43,36 @@ Mapping::Mapping(std::size_t nbytes, bool huge) : nbytes_(nbytes) {
     huge_ = huge && madvise(data_, mapped_, MADV_HUGEPAGE) == 0;
 }
 
-void Mapping::populate() {
-    if (madvise(data_, mapped_, MADV_POPULATE_WRITE) == 0) return;
+namespace {
+
+// Takes the pages of a range, which begins on a page.
+void take_pages(std::byte* data, std::size_t nbytes) {
+    if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
     const std::size_t step = page_bytes();
-    for (std::size_t i = 0; i < mapped_; i += step) {
-        auto* byte = reinterpret_cast<volatile unsigned char*>(data_ + i);
+    for (std::size_t i = 0; i < nbytes; i += step) {
+        auto* byte = reinterpret_cast<volatile unsigned char*>(data + i);
         *byte = *byte;
     }
+}
+
+}  // namespace
+
+void Mapping::populate(int threads) {
+    std::atomic<std::size_t> next{0};
+    const auto work = [&] {
+        for (std::size_t lo; (lo = next.fetch_add(kTakenAtOnce)) < mapped_;)
+            take_pages(data_ + lo, std::min(kTakenAtOnce, mapped_ - lo));
+    };
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads && static_cast<std::size_t>(i) * kTakenAtOnce < mapped_; ++i) {
+        try {
+            others.emplace_back(work);
+        } catch (const std::system_error&) {
+            break;  // no more threads can be had: those that are here take all of it
+        }
+    }
+    work();
+    for (auto& other : others) other.join();
 }
 
 void Mapping::close() noexcept {

@@ -21,7 +21,7 @@ class Mapping {
     std::size_t nbytes() const { return nbytes_; }
     bool huge() const { return huge_; }  // the kernel took the advice
 
-    void populate();  // makes every page present and writable, and keeps its content
+    void populate(int threads);  // makes every page present and writable by so many threads, and keeps its content
     void close() noexcept;
 
   private:

@@ -33,8 +33,8 @@ class Memory(Buffer):
     def huge(self) -> bool:
         """Whether the kernel accepted the advice to use huge pages."""
 
-    def populate(self) -> None:
-        """Makes every page present, so that no later access faults; contents stay."""
+    def populate(self, threads: int = 1) -> None:
+        """Makes every page present by so many threads, so that no later access faults; contents stay."""
 
     def close(self) -> None:
         """Gives the memory back now. BufferError while a view of it exists; a second call does nothing."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import as_path, file_to_write
-from penstock.cli.output import note, speed_parts
-from penstock.cli.streaming import NO_TEMPLATE, print_stream, tell_speed
+from penstock.cli.output import fitted, note, speed_parts
+from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Chat:
             "/load": ("FILE: goes on with a conversation that was saved", self._load),
             "/plan": ("where everything lies, and how fast it was predicted to be", self._plan),
         }
+        self._promised = engine.prediction
         if not engine.tokenizer.has_chat_template:
             note(f"{NO_TEMPLATE}: it reads plain lines of User and Assistant")
             self._params = replace(params, stop=(*params.stops, _NEXT_TURN))
@@ -63,6 +64,7 @@ class Chat:
     def run(self, lines: Iterator[str]) -> None:
         """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. A turn that
         fails by an error that the user can mend is taken back."""
+        self._promised = promise(self._engine)
         for turn in turns(lines):
             if not turn.strip():
                 continue
@@ -102,7 +104,7 @@ class Chat:
             raise
         self.messages.append({"role": "assistant", "content": generation.text})
         self._last = generation
-        tell_speed(self._engine, generation, self._engine.prediction)
+        tell_speed(self._engine, generation, self._promised)
 
     def _within_context(self) -> list[int]:
         """The ids of the conversation. Where they leave no room for an answer the oldest turns leave, until half of the
@@ -176,13 +178,13 @@ class Chat:
             raise BadRequest("there is no answer yet")
         last = self._last
         read = f"{last.prompt_tokens} tokens of prompt, of which {last.cached_tokens} were there"
-        for part in [*speed_parts(last, self._engine.prediction), read, f"{last.output_tokens} tokens of answer"]:
+        for part in [*speed_parts(last, self._promised), read, f"{last.output_tokens} tokens of answer"]:
             note(part)
 
     def _plan(self, _: str) -> None:
         from penstock.planner import explain
 
-        print(explain.table(self._engine.solved, self._engine.ask, self._engine.machine), flush=True)
+        print(fitted(explain.table(self._engine.solved, self._engine.ask, self._engine.machine)), flush=True)
 
 
 def _messages_of(file: Path) -> Messages:

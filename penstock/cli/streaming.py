@@ -20,6 +20,19 @@ NO_TEMPLATE = "this model has no chat template"
 _CONTROLS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *range(127, 160)])
 
 
+def promise(engine: Engine) -> Prediction:
+    """What to hold an answer to: the prediction, or where disk or RAM give something else today, and that differs by
+    more than the error band, today's, which is told."""
+    renewed = engine.renew()
+    if renewed is None:
+        return engine.prediction
+    told = renewed.line(engine.prediction, engine.band())
+    if told is None:
+        return engine.prediction
+    note(told)
+    return renewed.prediction
+
+
 def tell_speed(engine: Engine, generation: Generation, prediction: Prediction) -> None:
     """Prints measured speed beside predicted, and says so where the context cut the answer."""
     if generation.context_full:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock import _native
 from penstock.errors import InternalError, StorageFailed
 from penstock.graph.tasks import Slot
+from penstock.runtime import host
 from penstock.spec.places import GPU, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
@@ -39,7 +40,7 @@ class Arenas:
             try:
                 memory = _native.Memory(arena.bytes, True)
                 # All pages are taken now, and not at the first long prompt: now the plan can still be refused.
-                memory.populate()
+                memory.populate(host.usable_threads(None))
             except MemoryError:
                 raise StorageFailed(
                     f"the system refused {format_bytes(arena.bytes)} of memory for {arena.name}"

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from penstock.errors import DamagedModel
 from penstock.graph import passes
 from penstock.graph.tasks import Pass
+from penstock.planner.explain import Band
 from penstock.planner.predict import Prediction
+from penstock.planner.solve import settle_context
 from penstock.runtime.host import Progress
 from penstock.serve.answering import Answering, checked_ids
 from penstock.serve.generation import Generation
 from penstock.serve.guides import Guide, Guides, memory_left
-from penstock.serve.history import note_run
+from penstock.serve.history import error_band, note_run
 from penstock.serve.kept import common
 from penstock.serve.loading import Loading, Planned, plan_here
+from penstock.serve.renewal import Renewed, renewed
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
 from penstock.serve.session import Session
@@ -52,9 +55,11 @@ class Engine:
         self.solved = replace(planned.solved, reasons=reasons)
         self.plan, self.prediction = planned.plan, planned.solved.prediction
         self.notes = planned.notes(device)
+        self._trace = planned.trace
         # The machine whose error band this engine's runs count for. None where passes are not computed as predictions
         # assume, for then an error says nothing of the machine.
-        self._machine_file = planned.machine_file if planned.how.is_usual and device is None else None
+        self._usual = planned.how.is_usual and device is None
+        self._machine_file = planned.machine_file if self._usual else None
         self._turns = Turns()
         self._tokenizer = planned.how.tokenizer
         self._opening_tokenizer = threading.Lock()
@@ -202,6 +207,21 @@ class Engine:
             if piece:
                 yield piece
         self.last = run.answers[0]
+
+    def renew(self) -> Renewed | None:
+        """The promise by what disk and RAM give now, which takes some 20 ms, or a few tenths of a second where it
+        differs. None where they cannot be told, or passes are not computed as predictions assume."""
+        if not self._usual:
+            return None
+        ask = settle_context(self.ask, self.packed.spec)
+        with self._turns.turn():
+            return renewed(self.prediction, self.session, ask, self.machine, self._trace)
+
+    def band(self) -> Band:
+        """The error band of the prediction, from earlier runs on this machine."""
+        if self._machine_file is None:
+            return Band()
+        return error_band(self._machine_file, self.machine, self.prediction, self.plan, self.ask.batch)
 
     def held(self) -> AbstractContextManager[None]:
         """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest

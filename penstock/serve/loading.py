@@ -10,6 +10,7 @@ from penstock.graph.check_plan import check_plan
 from penstock.planner.firing import Firing
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import predict
+from penstock.planner.routing import RouterTrace
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.ours.ram import require_minimum
 from penstock.runtime import host
@@ -58,13 +59,14 @@ class Loading(Running):
 @dataclass(frozen=True)
 class Planned:
     """A plan and a device, before loading. `machine_file`: of the machine whose figures the prediction comes from; None
-    where a machine was given."""
+    where a machine was given. `trace`: what routers were taken to say."""
 
     ask: Ask
     how: Loading
     solved: Solved
     chosen: Chosen
     machine_file: Path | None
+    trace: RouterTrace | None
 
     @property
     def plan(self) -> Plan:
@@ -133,15 +135,17 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     if how.beside_bytes:
         beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
         chosen = replace(chosen, machine=beside)
+    trace = routers_of(packed.folder, packed.spec, ask.sparsity if how.plan is None else how.plan.sparsity)
     if how.plan is None:
-        trace = routers_of(packed.folder, packed.spec, ask.sparsity)
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
-        solved = _as_given(how.plan, ask, packed, chosen, firing)
-    return Planned(ask, how, solved, chosen, file)
+        solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
+    return Planned(ask, how, solved, chosen, file, trace)
 
 
-def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firing | None) -> Solved:
+def _as_given(
+    plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firing | None, trace: RouterTrace | None
+) -> Solved:
     """A given plan with its prediction. It is held to the same limit as a plan that is made here: where it counts fewer
     bytes for the process itself than such a plan would, the difference is added. Raises BadRequest, DoesNotFit."""
     if uses_device(plan) and chosen.open is None:
@@ -157,7 +161,6 @@ def _as_given(plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firi
             need,
             have,
         )
-    trace = routers_of(packed.folder, packed.spec, plan.sparsity)
     prediction = predict(plan, settle_context(ask, packed.spec), machine, trace=trace)
     return Solved(plan, prediction, ("as given", *firing_reason(plan, firing)))
 

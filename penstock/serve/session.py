@@ -105,6 +105,7 @@ class Session:
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
+        self.loads = 0  # how many loads these were
         self.held = Held()  # what its sequences hold
         self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
         self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
@@ -250,8 +251,14 @@ class Session:
             ring = self._arenas.whole("host.ring")
             streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
             self._start_over()
+        return streamed, self.read_resident()
+
+    def read_resident(self) -> Read:
+        """Times the RAM, for some 20 ms: reads the weights that stay there. NOTHING where none do."""
+        if not self._arenas.sees("host.weights"):
+            return NOTHING
         weights = self._arenas.whole("host.weights")
-        return streamed, from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
+        return from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
     @contextmanager
     def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
@@ -389,7 +396,7 @@ class Session:
         uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device) if self.device else ()
         kept = keep_asked(self.plan, layout, self.reader, self._arenas)
         for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
-            done += nbytes
+            done, self.loads = done + nbytes, self.loads + 1
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)

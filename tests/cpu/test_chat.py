@@ -39,6 +39,9 @@ class Stub:
         self.plan = SimpleNamespace(context=context, chunk_rows=512)
         self.asked: list[list[dict[str, str]]] = []
 
+    def renew(self) -> None:
+        """Nothing is known of today."""
+
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         self.messages = [dict(message) for message in messages]
         return [0] * sum(len(message["content"]) for message in messages)

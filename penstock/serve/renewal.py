@@ -1,0 +1,136 @@
+"""Renews a promise by what disk and RAM give today, after the weights are loaded and before the first word.
+
+Loading reads the weights that stay with the very reader that streams the others later. Its speed, beside the speed that
+the machine's figures foretell for the same loads, says what the disk gives today. The weights that stay are then read
+once more, for some 20 ms, which says the same of the RAM. The plan is predicted again for a machine whose lanes move
+bytes so many times as fast: no other formula turns bytes into seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.planner.cost import Cost
+from penstock.planner.explain import Band, rate, spread
+from penstock.planner.predict import Prediction
+from penstock.planner.routing import RouterTrace
+from penstock.planner.shorten import quick
+from penstock.runtime.device import uses_device
+from penstock.runtime.reread import Read
+from penstock.serve.session import Session
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.places import CPU, Lane, reads_disk
+from penstock.units import MIB, format_rate, format_seconds
+
+# Loading tells the disk's speed if it had either. Less is over before the disk is at its speed, and on a busy machine a
+# model of a few MiB may wait for a processor as long as for the disk.
+_LEAST_LOADED_BYTES, _LEAST_LOADED_S = 64 * MIB, 0.5
+_LEAST_RAM_BYTES = 64 * MIB  # twice a large L3 cache
+_DISK, _RAM = "disk", "RAM"
+# The least and most times of a shift: beyond them the measurement was disturbed. RAM that reads faster than it did for
+# the probe raises no promise: beside other processes 20 ms of reading gave 13 to 83 GB/s, while runs became no faster.
+_TIMES = {_DISK: (0.25, 4.0), _RAM: (0.5, 1.0)}
+_SAME = 0.03  # a smaller relative change is none
+
+
+@dataclass(frozen=True)
+class Shift:
+    """What a tier gives today. `what`: disk or RAM. `foretold_bytes_per_s`: by the machine's figures, for what was
+    read."""
+
+    what: str
+    foretold_bytes_per_s: float
+    measured_bytes_per_s: float
+
+    @property
+    def times(self) -> float:
+        """Today's speed over the foretold one, bounded. 1 where they hardly differ."""
+        times = self.measured_bytes_per_s / self.foretold_bytes_per_s
+        least, most = _TIMES[self.what]
+        return 1.0 if abs(times - 1) < _SAME else min(most, max(least, times))
+
+    def __str__(self) -> str:
+        today, foretold = map(format_rate, (self.measured_bytes_per_s, self.foretold_bytes_per_s))
+        return f"{self.what} gives {today} today, where {foretold} were foretold (× {self.times:.2f})"
+
+    def moves(self, lane: Lane) -> bool:
+        """Whether the tasks of a lane take their bytes from this tier."""
+        return reads_disk(lane) if self.what == _DISK else lane == CPU
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """A prediction for today, and what it follows from."""
+
+    prediction: Prediction
+    shifts: tuple[Shift, ...]
+
+    def line(self, promised: Prediction, band: Band) -> str | None:
+        """'promised 1.23 tok/s, with today's disk 1.08'; None where today's lies within the band of what was
+        promised."""
+        now = self.prediction
+        lo, hi = spread(promised.decode_tokens_per_s, band.decode.factor)
+        first_lo, first_hi = spread(promised.ttft_s, band.ttft.factor)
+        names = " and ".join(shift.what for shift in self.shifts if shift.times != 1)
+        if not lo <= now.decode_tokens_per_s <= hi:
+            was, now_s = rate(promised.decode_tokens_per_s), rate(now.decode_tokens_per_s)
+            return f"promised {was} tok/s, with today's {names} {now_s}"
+        if not first_lo <= now.ttft_s <= first_hi:
+            was, now_s = format_seconds(promised.ttft_s), format_seconds(now.ttft_s)
+            return f"promised the first word after {was}, with today's {names} {now_s}"
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """The JSON fields."""
+        return {
+            "ttft_s": self.prediction.ttft_s,
+            "decode_tokens_per_s": self.prediction.decode_tokens_per_s,
+            "today": {
+                shift.what.lower(): {
+                    "foretold_bytes_per_s": shift.foretold_bytes_per_s,
+                    "measured_bytes_per_s": shift.measured_bytes_per_s,
+                    "times": shift.times,
+                }
+                for shift in self.shifts
+            },
+        }
+
+
+def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
+    """What disk and RAM give now, each where that can be told: loading took long enough, from one disk, and no device
+    computes. `machine`: whose figures the plan was predicted with. Reads RAM for some 20 ms."""
+    if uses_device(session.plan):
+        return ()
+    cost, found = Cost(machine), list[Shift]()
+    loaded, disks = session.loading, [lane for lane, nbytes in session.reader.bytes_by_disk.items() if nbytes]
+    if len(disks) == 1 and tells(loaded):
+        lane = disks[0]
+        foretold_s = session.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, loaded.bytes)
+        found.append(Shift(_DISK, loaded.bytes / foretold_s, loaded.bytes_per_s))
+    resident = session.read_resident()
+    if resident.bytes >= _LEAST_RAM_BYTES and resident.seconds > 0:
+        found.append(Shift(_RAM, cost.bytes_per_s(CPU, "*", "*"), resident.bytes_per_s))
+    return tuple(found)
+
+
+def tells(loaded: Read) -> bool:
+    """Whether loading was long enough to tell the disk's speed."""
+    return loaded.seconds > 0 and (loaded.bytes >= _LEAST_LOADED_BYTES or loaded.seconds >= _LEAST_LOADED_S)
+
+
+def renewed(
+    promised: Prediction, session: Session, ask: Ask, machine: MachineSpec, trace: RouterTrace | None
+) -> Renewed | None:
+    """The promise for today; None where nothing can be told of today. `trace`: what routers were taken to say."""
+    seen = shifts(session, machine)
+    if not seen:
+        return None
+    today = machine
+    for shift in seen:
+        if shift.times != 1:
+            today = today.faster(shift.moves, shift.times)
+    if today is machine:
+        return Renewed(promised, seen)
+    return Renewed(quick(session.plan, ask, today, spread=False, trace=trace), seen)

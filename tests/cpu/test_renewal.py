@@ -1,0 +1,126 @@
+"""The promise by what disk and RAM give today: renewed before the first word, and told where it differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.planner.explain import Band, Width
+from penstock.planner.predict import Prediction, Spread, predict
+from penstock.runtime import movers
+from penstock.runtime.probe import machine_file
+from penstock.runtime.reread import Read
+from penstock.serve import session as sessions
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.serve.renewal import Renewed, Shift, tells
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec, dumps
+from penstock.spec.places import CPU, DISK, is_disk
+from penstock.store.packed import open_packed
+from tests.cpu.commands import MACHINE, here
+from tests.cpu.engines import GREEDY as SHORT
+from tests.cpu.engines import load, make_model, streaming
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models"), "llama", "float32")
+
+
+def with_disk(bytes_per_s: float) -> MachineSpec:
+    rates = (replace(r, s_per_byte=1 / bytes_per_s) if is_disk(r.lane) else r for r in MACHINE.rates)
+    return replace(MACHINE, rates=tuple(rates))
+
+
+@pytest.fixture
+def slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Loading takes 0.6 s more. Returns the bytes/s of a disk that loads all but FFNs and embeddings so."""
+    plan, whole = streaming(open_packed(folder), ("norms", "edges", "attn")), movers.waited_for
+
+    def slowly(*args: Any) -> Iterator[int]:
+        time.sleep(0.6)
+        yield from whole(*args)
+
+    monkeypatch.setattr(sessions, "waited_for", slowly)
+    return sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "host") / 0.6
+
+
+@pytest.mark.parametrize("times_slower", [1, 3, 1000])
+def test_a_disk_slower_than_foretold(folder: Path, slow_disk: float, times_slower: int) -> None:
+    """The promise is that of the same plan, on a machine with a disk as slow as loading found it, within bounds."""
+    plan, machine = streaming(open_packed(folder), ("norms", "edges", "attn")), with_disk(slow_disk * times_slower)
+    with closing(Engine.load(folder, Ask(), Loading(machine=machine, plan=plan))) as engine:
+        renewed = engine.renew()
+        assert renewed is not None
+        (disk,) = renewed.shifts  # so little stays that it says nothing of the RAM
+        assert disk.what == "disk" and disk.measured_bytes_per_s == engine.session.loading.bytes_per_s <= slow_disk
+        assert (
+            disk.times <= 1 and (times_slower == 1 or disk.times < 0.5) and (disk.times == 0.25) == (times_slower > 4)
+        )
+        today = machine.faster(is_disk, disk.times)
+        by_hand = predict(plan, replace(engine.ask, prompt_tokens=128), today)
+        assert renewed.prediction.decode_tokens_per_s == pytest.approx(by_hand.decode_tokens_per_s, rel=0.05)
+        if times_slower > 1:
+            assert renewed.prediction.decode_tokens_per_s < 0.7 * engine.prediction.decode_tokens_per_s
+            assert "with today's disk" in str(renewed.line(engine.prediction, engine.band()))
+        (answer,) = engine.generate([[1, 2, 3]], SHORT)
+    with load(folder) as engine:
+        assert engine.generate([[1, 2, 3]], SHORT)[0].token_ids == answer.token_ids
+
+
+def test_what_it_prints(folder: Path, slow_disk: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line before the first word, and both promises as JSON."""
+    file = machine_file(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text(dumps(with_disk(3 * slow_disk)))
+    half = sum(part.nbytes for part in open_packed(folder).parts.values()) // 2
+    args = ("run", folder, "a", "--cache", tmp_path, "--context", 64, "--resident", half, "--max-tokens", 3)
+    found = here(capsys, *args, "--json").report
+    assert found["renewed"]["today"]["disk"]["times"] < 1
+    assert 0 < found["renewed"]["decode_tokens_per_s"] < found["predicted"]["decode_tokens_per_s"]
+    told = here(capsys, *args).err
+    assert "promised " in told and ", with today's disk " in told
+
+
+def test_what_tells_nothing(folder: Path) -> None:
+    """A model that is loaded in a moment says nothing of the disk, and passes that no prediction is about nothing."""
+    assert not tells(Read(1 << 20, 0.4)) and tells(Read(1 << 20, 0.6)) and tells(Read(64 << 20, 0.02))
+    assert not tells(Read(0, 0.0))
+    with closing(Engine.load(folder, Ask(), Loading(machine=MACHINE, threads=1))) as engine:
+        assert engine.renew() is None
+
+
+@given(st.floats(1e-3, 1e15), st.floats(1e-3, 1e15))
+def test_shifts_are_bounded(foretold: float, measured: float) -> None:
+    shift = Shift("disk", foretold, measured)
+    assert 0.25 <= shift.times <= 4 and (shift.times > 1) == (measured / foretold >= 1.03)
+    assert shift.moves(DISK.reads) and not shift.moves(CPU) and not shift.moves(DISK.writes)
+    ram = Shift("RAM", foretold, measured)
+    assert ram.moves(CPU) and 0.5 <= ram.times <= 1
+
+
+def a_prediction(decode: float, ttft_s: float = 1.0) -> Prediction:
+    lane = {DISK.reads: 1.0}
+    return Prediction(ttft_s, decode, 1.0, DISK.reads, lane, lane, 0.0, 0, 0, Spread(0.0, 0.0, 0.0), {})
+
+
+def test_what_is_told() -> None:
+    band = Band(Width(1.1), Width(1.2))
+    slower = (Shift("disk", 2e9, 1.5e9), Shift("RAM", 1e9, 1.01e9))
+    both = (Shift("disk", 2e9, 1.5e9), Shift("RAM", 1e9, 0.5e9))
+    was = a_prediction(1.23)
+    assert Renewed(a_prediction(1.08), slower).line(was, band) == "promised 1.23 tok/s, with today's disk 1.08"
+    assert Renewed(a_prediction(1.2), slower).line(was, band) is None
+    told = Renewed(a_prediction(1.2, 1.5), both).line(was, band)
+    assert told == "promised the first word after 1.00 s, with today's disk and RAM 1.50 s"
+    assert str(slower[0]) == "disk gives 1.50 GB/s today, where 2.00 GB/s were foretold (× 0.75)"
+    assert Renewed(was, slower).report()["today"]["disk"]["times"] == 0.75
