@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import as_path, file_to_write
-from penstock.cli.output import note, speed_parts
+from penstock.cli.output import fitted, note, speed_parts
 from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 
@@ -184,7 +184,7 @@ class Chat:
     def _plan(self, _: str) -> None:
         from penstock.planner import explain
 
-        print(explain.table(self._engine.solved, self._engine.ask, self._engine.machine), flush=True)
+        print(fitted(explain.table(self._engine.solved, self._engine.ask, self._engine.machine)), flush=True)
 
 
 def _messages_of(file: Path) -> Messages:

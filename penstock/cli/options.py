@@ -214,6 +214,12 @@ class Sampling:
             named["max_tokens"] = (work and work.output_tokens) or DEFAULT_MAX_TOKENS
         return with_model_defaults(generation_config, **named)
 
+    def from_model(self, generation_config: dict[str, Any]) -> list[str]:
+        """The names of the values in `params` that come from the model's generation_config.json."""
+        from penstock.serve.sampling import from_model
+
+        return from_model(generation_config, **dataclasses.asdict(self))
+
 
 def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
     """The plan of --plan; None without that flag. Raises BadRequest where it is given beside a flag that the plan

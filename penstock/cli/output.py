@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +24,7 @@ _FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0  # until progress is shown; between t
 
 _LONGEST_LINE, _KEPT_END = 1000, 200  # characters
 _SPEED_COLUMNS = 79 - len("penstock: ")
+_LEAST_COLUMNS = 20  # a narrower terminal breaks lines itself
 _LONG_S = 100.0  # longer times are told in minutes
 
 
@@ -43,6 +47,28 @@ def one_line(text: str) -> str:
     if len(line) <= _LONGEST_LINE:
         return line
     return f"{line[: _LONGEST_LINE - _KEPT_END - 3]} … {line[-_KEPT_END:]}"
+
+
+def fitted(text: str, columns: int | None = None) -> str:
+    """A text for stdout whose lines are no longer than the terminal is wide, or `columns`: they are broken between
+    words, and go on below indented. Padding of a row of a table that is too long shrinks first. A word that is longer
+    stays whole. Where stdout is no terminal the text stays as it is."""
+    if columns is None:
+        if not sys.stdout.isatty():
+            return text
+        columns = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, max(_LEAST_COLUMNS, columns)))
+
+
+def _broken(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    squeezed = indent + re.sub(" {2,}", "  ", line.strip())
+    wrapper = textwrap.TextWrapper(
+        columns, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.wrap(squeezed)
 
 
 def note(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,32 +129,41 @@ def run(
                 with typed_lines(machine.cache_folder) as lines:
                     Chat(engine, params, system).run(lines)
             else:
-                answer(engine, ids, params, as_json, work.batch)
+                named = sampling.from_model(tokenizer.generation_config)
+                answer(engine, ids, params, as_json, work.batch, from_model=named)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
 
 
 def answer(
-    engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int = 1, lead: str = ""
-) -> None:
+    engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int = 1, lead: str = "",
+    from_model: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Generates `count` answers to a prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or
-    else the JSON object. Raises as `Engine.generate`."""
+    else the JSON object. `from_model`: which values of `params` come from the model's generation_config.json. Raises as
+    `Engine.generate`."""
     if count > 1:
-        _answer_together(engine, prompt, params, as_json, count)
+        _answer_together(engine, prompt, params, as_json, count, from_model)
         return
     if as_json:
         renewed = engine.renew()
         answers = engine.generate([prompt], params)
         engine.keep(answers[0])
-        _print_report(engine, answers, engine.prediction, params, renewed)
+        _print_report(engine, answers, engine.prediction, params, from_model, renewed)
         return
     promised = promise(engine)
-    generation = print_stream(engine, prompt, params, lead)
+    try:
+        generation = print_stream(engine, prompt, params, lead)
+    except KeyboardInterrupt:
+        print(flush=True)  # so that the shell's prompt stands on a line of its own
+        raise
     engine.keep(generation)
     tell_speed(engine, generation, promised)
 
 
-def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int) -> None:
+def _answer_together(
+    engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int, from_model: Sequence[str]
+) -> None:
     from penstock.serve.together import Together
 
     together = Together(engine, prompt, params, count)
@@ -161,7 +171,7 @@ def _answer_together(engine: Engine, prompt: list[int], params: SamplingParams, 
         answers = together.answers()
     together.keep(answers)
     if as_json:
-        _print_report(engine, answers, together.prediction, params)
+        _print_report(engine, answers, together.prediction, params, from_model)
         return
     print("\n\n".join(answered.text for answered in answers), flush=True)
     if found := sum(answered.cached_tokens for answered in answers):
@@ -174,16 +184,24 @@ _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition
 
 def _print_report(
     engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams,
-    renewed: Renewed | None = None,
+    from_model: Sequence[str], renewed: Renewed | None = None,
 ) -> None:  # fmt: skip
-    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to, and
-    `renewed` the promise by what disk and RAM gave right before the answer."""
+    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to,
+    `sampling_from_model` names what came from the latter, and `renewed` is the promise by what disk and RAM gave right
+    before the answer."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
     report = report_all(answers, prediction, share_of_bound(engine.session, answers[0]))
     today = None if renewed is None else renewed.report()
-    print_json({**report, "renewed": today, "sampling": {name: getattr(params, name) for name in _SAMPLING}})
+    print_json(
+        {
+            **report,
+            "renewed": today,
+            "sampling": {name: getattr(params, name) for name in _SAMPLING},
+            "sampling_from_model": from_model,
+        }
+    )
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -2,8 +2,8 @@
 lowering.
 
 KV that does not live where attention runs comes through a window that holds one layer or two. The pages before a
-batch's rows are loaded one attention ahead. The pages that the rows add to are saved after it. A task waits for a save
-only if it needs the window or these pages again (PIPO §3.1.2).
+batch's rows are loaded one attention ahead. The rows are saved after it, with what lies between them in their pages. A
+task waits for a save only if it needs the window or these pages again (PIPO §3.1.2).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Attention:
             self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
-        """Emits saves of the pages with each batch's rows to their home."""
+        """Emits saves of each batch's rows to their home."""
         for batch in p.batches:
             home = self._layout.kv.home(layer, batch)
             if home.home == home.attend:

@@ -43,24 +43,26 @@ class Hazards:
 
     def __init__(self) -> None:
         self._arenas: dict[str, tuple[list[int], list[Segment]]] = {}
-        self._found: dict[Slot, Segment] = {}  # what `exactly` found since the last `record`
+        # Arena → what `exactly` found there since the arena's last `record`. Rings are recorded all the time, so one
+        # dictionary of all arenas would forget the activations at every load.
+        self._found: dict[str, dict[Slot, Segment]] = {}
 
     def exactly(self, slot: Slot) -> Segment | None:
         """The segment of these very bytes, if there is one. Nearly always there is: the same operand comes again. It is
         to be used before the next `record`, which may split it."""
-        segment = self._found.get(slot)
+        arena, lo, hi = slot
+        found = self._found.get(arena)
+        if found is None:
+            return None
+        segment = found.get(slot)
         if segment is not None:
             return segment
-        arena, lo, hi = slot
-        arena_segments = self._arenas.get(arena)
-        if arena_segments is None:
-            return None
-        starts, segments = arena_segments
+        starts, segments = self._arenas[arena]
         i = bisect_right(starts, lo) - 1
         if i >= 0:
             segment = segments[i]
             if segment.lo == lo and segment.hi == hi:
-                self._found[slot] = segment
+                found[slot] = segment
                 return segment
         return None
 
@@ -82,10 +84,10 @@ class Hazards:
 
     def record(self, arena: str, lo: int, hi: int, write: bool, mark: Mark) -> None:
         """Notes that the task `mark` reads (or writes) [lo, hi)."""
-        self._found.clear()
         arena_segments = self._arenas.get(arena)
         if arena_segments is None:
             arena_segments = self._arenas[arena] = ([], [])
+        self._found[arena] = {}
         starts, segments = arena_segments
         self._split(starts, segments, lo)
         self._split(starts, segments, hi)

@@ -83,7 +83,8 @@ class KvLayout:
 
     def spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """Byte ranges within `slots` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V:
-        the pages before the batch's rows (or the pages with its rows), for a disk in whole blocks."""
+        the pages before the batch's rows (or, of the pages with its rows, what lies between the first byte of the first
+        row and the last byte of the last one), for a disk in whole blocks."""
         if self.shares_pages(batch):
             return self._shared_spans(layer, batch, save)
         seq_bytes = self.pages_per_seq * self.page_bytes(layer, self.home(layer, batch))
@@ -113,23 +114,45 @@ class KvLayout:
         block = PAGE_BYTES if is_disk(home.home) else 1
         ranges = {}
         for start, rows in batch.spans:
-            first, last = (start // page, -(-(start + rows) // page)) if save else (0, -(-start // page))
-            ranges[start, rows] = first * page_bytes // block * block, round_up(last * page_bytes, block)
+            if save:
+                (begin, _), (_, end) = (self._rows_in_page(layer, home, row, 1) for row in (start, start + rows - 1))
+                lo, hi = start // page * page_bytes + begin, (start + rows - 1) // page * page_bytes + end
+            else:
+                lo, hi = 0, -(-start // page) * page_bytes
+            ranges[start, rows] = lo // block * block, round_up(hi, block)
         return ranges
+
+    def _rows_in_page(self, layer: int, home: KvHome, start: int, rows: int) -> tuple[int, int]:
+        """lo..hi: the bytes of a page from the first KV head's row at position `start` to the last head's last row. The
+        page has other rows between them where there are several heads: one range of more bytes takes less time than a
+        range for each head (docs/LOG.md)."""
+        a, page = self.plan.target.spec.layers[layer].attention, self.plan.page_tokens
+        codes_bytes, first = home.format.kv_codes_bytes(a.head_dim), start % page
+        # A block ends with its last group's minimums, float16 [P], and where it has none with rows of numbers.
+        last_bytes = 2 if home.format.is_quantised else codes_bytes
+        return first * codes_bytes, self.page_bytes(layer, home) - (page - first - rows) * last_bytes
 
     def _shared_spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """`spans` of pages that lie anywhere: each page once, neighbours together."""
         home, page_tokens = self.home(layer, batch), self.plan.page_tokens
         page_bytes, block = self.page_bytes(layer, home), PAGE_BYTES if is_disk(home.home) else 1
-        moved: set[int] = set()
+        moved: dict[int, tuple[int, int]] = {}  # page → lo..hi of its bytes
         for pages, start, rows in zip(self.pages_of(batch), batch.start, batch.rows, strict=True):
-            first, last = start // page_tokens if save else 0, -(-(start + rows if save else start) // page_tokens)
-            moved.update(pages[first:last])
+            end = start + rows
+            if not save:
+                moved.update(dict.fromkeys(pages[: -(-start // page_tokens)], (0, page_bytes)))
+                continue
+            for number in range(start // page_tokens, -(-end // page_tokens)):
+                begin = max(start, number * page_tokens)
+                lo, hi = self._rows_in_page(layer, home, begin, min(end, (number + 1) * page_tokens) - begin)
+                known = moved.get(pages[number], (lo, hi))
+                moved[pages[number]] = min(lo, known[0]), max(hi, known[1])
         spans: list[tuple[int, int]] = []
         for page in sorted(moved):
-            lo, hi = page * page_bytes // block * block, round_up((page + 1) * page_bytes, block)
+            lo, hi = moved[page]
+            lo, hi = (page * page_bytes + lo) // block * block, round_up(page * page_bytes + hi, block)
             if spans and lo <= spans[-1][1]:
-                spans[-1] = (spans[-1][0], hi)
+                spans[-1] = (spans[-1][0], max(hi, spans[-1][1]))
             else:
                 spans.append((lo, hi))
         return spans

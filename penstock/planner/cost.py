@@ -122,8 +122,10 @@ class Cost:
         task_s, call_s = self._overhead(lane)
         total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
         for call in task.calls:
-            _, begin_s, bytes_s, flops_s = self._terms(lane, call)
-            total += begin_s + max(bytes_s, flops_s)
+            rate = self._rate(lane, call)
+            bytes_s, flops_s = call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop
+            begin_s = _begins(lane, call.operands, rate) * rate.alpha_s
+            total += begin_s + (bytes_s if bytes_s > flops_s else flops_s)
         return total
 
     def by_figure(self, lane: Lane, task: Task) -> Iterator[tuple[Figure, float]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from html import escape
 
 from penstock.planner.explain import Band, Limit, lane_name, limits, rate, rates, spread, tier_name
+from penstock.planner.frontier import Point
 from penstock.planner.lanes import Piece, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
@@ -21,6 +23,7 @@ _WIDTH, _EDGE = 900, 24
 _LEFT, _LEFT_WIDTH = _EDGE, 384
 _RIGHT, _RIGHT_WIDTH = 448, 428
 _BAR, _ROW, _STRIP, _GAP = 22, 19, 46, 34
+_FRONTIER = 170  # pixels that its axis is high
 _FEW_PIECES = 300  # if a lane has more pieces, it is drawn as the share of each moment in which it is busy
 
 # Colours by class: weights and FFN are blue, weights that stream orange, KV and attention violet, work space and the
@@ -49,14 +52,16 @@ _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray",
 
 
 def svg(
-    solved: Solved, ask: Ask, machine: MachineSpec, name: str = "", band: Band | None = None, notes: Sequence[str] = ()
-) -> str:
+    solved: Solved, ask: Ask, machine: MachineSpec, name: str = "", band: Band | None = None,
+    notes: Sequence[str] = (), points: Sequence[Point] = (),
+) -> str:  # fmt: skip
     """The picture. `name`: of the model; `band`: the error band to write beside the speeds; `notes`: lines below the
-    lanes. Some decode passes are lowered and simulated for it."""
+    lanes; `points`: the frontier to draw below all. Some decode passes are lowered and simulated for it."""
     tier_limits = limits(solved, ask, machine)
     boxes, left_end = _tiers(solved, tier_limits, 110)
     lanes, right_end = _lanes(solved, ask, machine, notes, 110)
-    height = max(left_end, right_end) + _EDGE
+    below, end = _frontier(points, max(left_end, right_end) + _EDGE)
+    height = end + _EDGE
     return "\n".join(
         [
             f'{BEGINS} viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
@@ -66,6 +71,7 @@ def svg(
             *_header(solved, machine, name, band),
             *boxes,
             *lanes,
+            *below,
             "</svg>\n",
         ]
     )
@@ -293,6 +299,38 @@ def _axis(pass_s: float, y: int) -> list[str]:
         label = f"{i * step:g}" if i else "0 ms"
         drawn.append(_text(round(x), y + 19, label, "soft mid" if i else "soft"))
     return drawn
+
+
+# -- frontier -----------------------------------------------------------------------------------------------
+
+
+def _frontier(points: Sequence[Point], y: int) -> tuple[list[str], int]:
+    """(SVG of tokens a second over the seconds of a block, both axes logarithmic; the y at which it ends). `y`: where
+    it begins. Nothing is drawn without points."""
+    if not points:
+        return [], y - _EDGE
+    left, top, wide, tall = _LEFT + 14, y + 40, _WIDTH - 2 * _LEFT - 300, _FRONTIER
+    xs, ys = (_spread_over([getattr(p, name) for p in points]) for name in ("block_s", "tokens_per_s"))
+    drawn = [
+        _text(_LEFT, y + 13, "Frontier: the longer a block of sequences may take, the more tokens a second", "bold"),
+        f'<path class="line" d="M{left} {top}v{tall}h{wide}" fill="none"/>',
+        _text(left, top + tall + 22, "seconds of a block, each step as many times as long →", "soft"),
+    ]
+    for i, (p, x, above) in enumerate(zip(points, xs, ys, strict=True)):
+        at, height = left + 20 + (wide - 40) * x, top + 15 + (tall - 30) * (1 - above)
+        drawn.append(f'<circle class="blue" cx="{at:.1f}" cy="{height:.1f}" r="5"/>')
+        drawn.append(_text(round(at), round(height) - 9, str(i + 1), "mid"))
+        sequences = f"{p.seqs} sequence{'s' if p.seqs > 1 else ''}"
+        line = f"{i + 1}: {sequences}, {format_seconds(p.block_s)}, {rate(p.tokens_per_s)} tokens/s"
+        drawn.append(_text(left + wide + 20, top + 12 + _ROW * i, line))
+    return drawn, top + max(tall + 28, _ROW * len(points) + 12)
+
+
+def _spread_over(values: Sequence[float]) -> list[float]:
+    """Where values lie between the least (0) and the most (1), by their logarithms; 0.5 if all are one."""
+    logs = [math.log(max(value, 1e-300)) for value in values]
+    low, high = min(logs), max(logs)
+    return [(each - low) / (high - low) if high > low else 0.5 for each in logs]
 
 
 # -- text ---------------------------------------------------------------------------------------------------

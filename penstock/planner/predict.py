@@ -148,7 +148,7 @@ def predict(
     streamed, use = 0.0, _Use(plan)
     while len(gaps) < least or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
         if len(gaps) == _WARM_PASSES:
-            busy, streamed, use = {}, 0.0, _Use(plan)
+            busy = {}
         start_s = simulator.now_s
         tasks = next(decoding)
         for lane, seconds in simulator.busy_s(tasks).items():
@@ -156,8 +156,9 @@ def predict(
         simulator.pause(pause_s)
         gaps.append(max(_LEAST_S, simulator.now_s - start_s))
         tasks_seen += len(tasks)
-        streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
-        use.count(tasks)
+        if len(gaps) > _WARM_PASSES:
+            streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
+            use.count(tasks)
     steady = gaps[_WARM_PASSES:]
     streamed = streamed / len(steady)
     step_s = sum(steady) / len(steady)

@@ -12,7 +12,7 @@ long plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -191,27 +191,30 @@ def _run(
     by_period = [[sum(count[first : first + period]) for first in periods] for count in counts if count]
     long, totals = len(run) / period, [max(1, sum(count)) for count in counts if count]
 
-    def error(of: Callable[[Sequence[int]], float]) -> float:
-        """How far the counts of the whole run are from what `of` makes of the counts of each period."""
-        return sum(abs(of(count) - total) / total for count, total in zip(by_period, totals, strict=True))
+    def read(numbers: range) -> list[int]:
+        """Each count of the periods of these numbers."""
+        chosen = slice(numbers.start, numbers.stop, numbers.step)
+        return [sum(count[chosen]) for count in by_period]
 
-    def read(count: Sequence[int], numbers: range) -> int:
-        return sum(count[numbers.start : numbers.stop : numbers.step])
+    def error(told: Iterable[float]) -> float:
+        """How far the counts of the whole run are from what the short plans tell of each."""
+        return sum([abs(count - total) / total for count, total in zip(told, totals, strict=True)])
 
     def of_length(least: int, most: int) -> Iterator[range]:
         if not second:
             return _progressions(len(periods), least)
         return (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
 
-    def line(near: range, far: range) -> Callable[[Sequence[int]], float]:
+    def line(far: range) -> list[float]:
         share = (long - len(near)) / (len(far) - len(near))
-        return lambda count: read(count, near) + share * (read(count, far) - read(count, near))
+        return [at_near + share * (at_far - at_near) for at_near, at_far in zip(near_counts, read(far), strict=True)]
 
-    near = min(of_length(few, 2 * few), key=lambda n: error(lambda count: read(count, n) / len(n) * long))
+    near = min(of_length(few, 2 * few), key=lambda n: error([count / len(n) * long for count in read(n)]))
+    near_counts = read(near)
     longer_by = max(len(near), _CACHED_LAYERS if plan.caches else 0)
     if len(near) + longer_by > len(periods):
         return whole
-    far = min(of_length(len(near) + longer_by, 2 * len(near) + few), key=lambda f: error(line(near, f)))
+    far = min(of_length(len(near) + longer_by, 2 * len(near) + few), key=lambda far: error(line(far)))
     shorter, longer = ([run[i * period + j] for i in numbers for j in range(period)] for numbers in (near, far))
     return _LayerRun(len(run), shorter, longer)
 

@@ -97,8 +97,8 @@ class Simulator:
             return
         entries = list(running.values())
         slowed = self._factors(tuple([task.lanes for task, _, _ in entries]))
-        ends_s = [left_s * factor for (_, _, left_s), factor in zip(entries, slowed, strict=True)]
-        passed_s = min(min(ends_s), until_s - self.now_s)
+        ends_s = [entry[2] * factor for entry, factor in zip(entries, slowed, strict=True)]
+        passed_s = min(*ends_s, until_s - self.now_s)
         self.now_s += passed_s
         for (task, start_s, left_s), factor, end_s in zip(entries, slowed, ends_s, strict=True):
             if end_s <= passed_s * (1 + 1e-12):

@@ -185,18 +185,28 @@ def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingPara
     that are out of range, BrokenModel for such values of the file.
     """
     values = {key: value for key, value in named.items() if value is not None}
-    from_file = {key: config[key] for key in _CONFIG_FIELDS if config.get(key) is not None}
-    if not config.get("do_sample"):
-        from_file.pop("temperature", None)
-        if any(key in values for key in ("top_k", "top_p", "min_p")):
-            from_file["temperature"] = 1.0
-    elif from_file.get("temperature") is None:
-        from_file["temperature"] = 1.0
+    from_file = _of_config(config)
+    if "temperature" not in from_file:
+        wants = config.get("do_sample") or any(key in values for key in ("top_k", "top_p", "min_p"))
+        from_file |= {"temperature": 1.0} if wants else {}
     try:
         SamplingParams(**from_file)
     except BadRequest as error:
         raise BrokenModel(f"generation_config.json: {error.message}") from None
     return SamplingParams(**{**from_file, **values})
+
+
+def from_model(config: Mapping[str, Any], **named: Any) -> list[str]:
+    """The names of the values that `with_model_defaults` takes from the model's generation_config.json."""
+    return [key for key in _of_config(config) if named.get(key) is None]
+
+
+def _of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a generation_config.json that count."""
+    fields = {key: config[key] for key in _CONFIG_FIELDS if config.get(key) is not None}
+    if not config.get("do_sample"):
+        fields.pop("temperature", None)
+    return fields
 
 
 class Sampler:

@@ -74,6 +74,28 @@ def test_bytes_of_kv_are_counted(model: Path) -> None:
         assert answer.disk_bytes_per_token == 2 * 2 * 3 * page_bytes
 
 
+@pytest.mark.parametrize("kv", ["float32", "float16", "int8", "int4"])
+def test_of_one_kv_head_new_rows_alone_are_saved(tmp_path: Path, kv: str) -> None:
+    """A row of one head is one block of the file in floats. Its page of 64 rows is more."""
+    config = {**json.loads(TINY_CONFIGS["llama"]), "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = synth(tmp_path / "config.json", tmp_path / "model", parse_format("float32"))
+    answers = []
+    for home in ("memory", "disk"):
+        with load(folder, context=256, batch=2, kv=kv, kv_home=home) as engine:
+            answers.append([a.token_ids for a in engine.generate([PROMPT, PROMPT[:70]], GREEDY)])
+            layers = len(engine.plan.target.spec.layers)
+            if home == "disk" and parse_format(kv).bits >= 16:
+                file = engine.session.kv_file
+                prompt_bytes = []
+                for tokens in (1, 8):
+                    before = file.bytes_written
+                    engine.generate_ids(PROMPT[:64], SamplingParams(max_tokens=tokens, ignore_eos=True))
+                    prompt_bytes.append(file.bytes_written - before)
+                assert prompt_bytes[1] - prompt_bytes[0] == 7 * layers * 2 * 4096
+    assert answers[0] == answers[1]
+
+
 def test_a_long_context_in_a_quarter_of_its_kv(tmp_path: Path) -> None:
     """16,384 tokens: a process within its limit, which leaves room for a quarter of the KV at most."""
     config = {**json.loads(TINY_CONFIGS["llama"]), "max_position_embeddings": 16384, "num_hidden_layers": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -30,6 +31,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = config("llama", 8192, 80, 64, 28672, 128256, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16", **keys)
     (folder / "config.json").write_text(json.dumps({**data, "tie_word_embeddings": False}))
     return folder
+
+
+def test_the_collector_is_on_again(call: Call, model: Path) -> None:
+    assert gc.isenabled()
+    assert call("plan", model).code == 0 and gc.isenabled()
+    assert call("plan", model, "--host-memory", "1MiB").code != 0 and gc.isenabled()
 
 
 def test_json(call: Call, model: Path) -> None:

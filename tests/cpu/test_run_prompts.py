@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli import entry
-from penstock.cli.output import progress_line, speed_line, speed_parts
+from penstock.cli.options import Sampling
+from penstock.cli.output import fitted, progress_line, speed_line, speed_parts
+from penstock.cli.run import answer
 from penstock.units import format_left
 from tests.cpu.commands import Outcome, here, machine_cache
 from tests.cpu.engines import make_model
@@ -52,6 +54,43 @@ def test_until_the_end_of_the_context(run: Any) -> None:
 def test_how_tokens_were_chosen_is_told(run: Any) -> None:
     found = run("hello", "--max-tokens", 2, "--top-k", 5, "--seed", 1).report["sampling"]
     assert (found["max_tokens"], found["temperature"], found["top_k"], found["seed"]) == (2, 1.0, 5, 1)
+
+
+def test_which_values_the_model_gave() -> None:
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "max_length": 7}
+    assert Sampling().from_model(config) == ["temperature", "top_p"]
+    assert Sampling(top_p=0.5, temperature=0.0).from_model(config) == []
+    assert Sampling().from_model({"temperature": 0.6}) == []  # it counts only beside do_sample
+
+
+def test_ctrl_c_leaves_the_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        print("once", end="")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.run.promise", lambda _: None)
+    monkeypatch.setattr("penstock.cli.run.print_stream", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        answer(None, [1], Sampling().params({}), False)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "once\n"
+
+
+@given(st.lists(st.text("ab ·–(),", max_size=150), max_size=6).map("\n".join), st.integers(0, 120))
+def test_lines_are_broken_between_words(text: str, columns: int) -> None:
+    found = fitted(text, columns)
+    assert found.split() == text.split()
+    words = {word for word in text.split() if len(word) > max(20, columns) // 2}
+    assert all(len(line) <= max(20, columns) or words or not line.strip() for line in found.split("\n"))
+    assert fitted(text, 200) == text and fitted(text) == text
+
+
+def test_a_plan_in_forty_columns() -> None:
+    row = f"{'  embedding':38}{'2.00 MiB':>14}{'–':>14}"
+    assert fitted(f"{row}\n· reads of at most 1.00 MiB measured: blocks of 1.00 MiB", 40).split("\n") == [
+        "  embedding  2.00 MiB  –",
+        "· reads of at most 1.00 MiB measured:",
+        "  blocks of 1.00 MiB",
+    ]
 
 
 @pytest.mark.parametrize(("platform", "says"), [("win32", "WSL2"), ("darwin", "macOS")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,50 @@ def test_passes_with_pages_in_any_order_stay_within_their_arenas(data: st.DataOb
     verify_pages(made, wanted)
 
 
+def row_bytes(layout: Layout, made: Plan, page: int, rows: Iterable[int]) -> set[int]:
+    """Where K (or V) of some rows of a page lies in layer 0, byte by byte, as spec/format.py says."""
+    attention, fmt = SPEC.layers[0].attention, made.kv[0].format
+    codes, groups = fmt.kv_codes_bytes(attention.head_dim), fmt.groups(attention.head_dim) if fmt.is_quantised else 0
+    positions, found = made.page_tokens, set[int]()
+    for head in range(attention.kv_heads):
+        lo = page * layout.kv.page_bytes(0, made.kv[0]) + head * positions * fmt.kv_bytes(attention.head_dim)
+        for row in rows:
+            found.update(range(lo + row * codes, lo + (row + 1) * codes))
+            for group in range(2 * groups):  # scales, then minimums
+                place = lo + positions * codes + 2 * (group * positions + row)
+                found.update((place, place + 1))
+    return found
+
+
+@given(st.sampled_from(("float32", "float16", "int8", "int4")), st.booleans(), st.booleans(), st.data())
+def test_a_save_holds_all_bytes_of_its_rows_and_little_else(
+    kv: str, disk: bool, tables: bool, data: st.DataObject
+) -> None:  # fmt: skip
+    base = resident_plan(SPEC, WEIGHTS, batch_seqs=2, context=256)
+    home = replace(base.kv[0], format=parse_format(kv), home="disk0" if disk else "gpu0")
+    made = with_arenas(replace(base, kv=(home,)))
+    layout = Layout(made)
+    starts = data.draw(st.tuples(*[st.integers(0, 199)] * 2))
+    rows = data.draw(st.tuples(*[st.integers(1, 56)] * 2))
+    each = layout.kv.pages_per_seq
+    pages = tuple(tuple(range(seq * each, -(-(starts[seq] + rows[seq]) // 64) + seq * each)) for seq in range(2))
+    batch = Batch(0, (0, 1), starts, rows, (), (), pages if tables else ())
+    spans = layout.kv.spans(0, batch, save=True)
+    wanted = set[int]()
+    for seq in range(2):
+        for position in range(starts[seq], starts[seq] + rows[seq]):
+            wanted |= row_bytes(layout, made, seq * each + position // 64, (position % 64,))
+    covered = {byte for lo, hi in spans for byte in range(lo, hi)}
+    assert wanted <= covered
+    block = 4096 if disk else 1
+    edges = {edge for span in spans for edge in span}
+    assert all(edge % block == 0 for edge in edges)
+    for lo, hi in spans:  # a range begins and ends with a row's bytes, but for the disk's blocks
+        assert any(byte in wanted for byte in range(lo, lo + block))
+        assert any(byte in wanted for byte in range(hi - block, hi))
+    assert layout.kv.moved(0, batch, save=True) == (sum(hi - lo for lo, hi in spans), len(spans))
+
+
 def test_what_kv_moves_is_counted_page_by_page() -> None:
     units = resident_plan(SPEC, WEIGHTS).units
     made = make_plan(SPEC, WEIGHTS, list(units), ring_bytes={}, batch_seqs=2, context=256, kv_spilled=frozenset({0}))
@@ -100,7 +145,12 @@ def test_what_kv_moves_is_counted_page_by_page() -> None:
     page_bytes = layout.kv.page_bytes(0, made.kv[0])
     batch = Batch(0, (0, 1), (130, 64), (2, 1), (), (), ((7, 2, 3), (7, 5)))
     assert layout.kv.spans(0, batch, save=False) == [(2 * page_bytes, 4 * page_bytes), (7 * page_bytes, 8 * page_bytes)]
-    assert layout.kv.spans(0, batch, save=True) == [(3 * page_bytes, 4 * page_bytes), (5 * page_bytes, 6 * page_bytes)]
+    # Sequence 0 adds rows 2 and 3 of page 3, sequence 1 row 0 of page 5. What comes before the first head's rows and
+    # after the last head's stays as it is.
+    blocks = {row // 4096 for page, rows in ((3, (2, 3)), (5, (0,))) for row in row_bytes(layout, made, page, rows)}
+    saved = layout.kv.spans(0, batch, save=True)
+    assert {block for lo, hi in saved for block in range(lo // 4096, hi // 4096)} >= blocks
+    assert not any(edge % 4096 for span in saved for edge in span)
     assert layout.kv.moved(0, batch, save=False) == (3 * page_bytes, 2)
 
 

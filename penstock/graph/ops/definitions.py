@@ -307,7 +307,8 @@ class KvLoad(NamedTuple):
 
 
 class KvSave(NamedTuple):
-    """Saves the pages with a batch's rows to their home. `ranges`: how many byte ranges they are."""
+    """Saves a batch's rows, and what lies between them in their pages, to their home. `ranges`: how many byte ranges
+    they are."""
 
     keys: Read
     values: Read
