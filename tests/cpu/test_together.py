@@ -150,7 +150,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = here(capsys, "run", model, words, *flags, "--batch", "4")
     n = one["prompt_tokens"]
     assert f"of the {4 * n} tokens of 4 prompts {3 * n - 3} were read once for several answers" in shown.err
-    assert shown.out.split("\n\n") and "batch 4, 7 tokens" in shown.err
+    assert shown.out.split("\n\n") and "tok/s (promised " in shown.err
 
 
 def test_short_prompts_are_read_beside_each_other(call: Call, model: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_key_has_so_many_requests_open_and_others_are_not_held_up() -> None:
 
             headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2"),
                        (b"authorization", f"Bearer {secret}".encode())]  # fmt: skip
-            await guard({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+            await guard({"type": "http", "method": "POST", "path": "/v1/models", "headers": headers}, receive, send)
 
         guard = Guard(app, Access("127.0.0.1", parse_keys(FILE, "keys")), Limits(100), lambda: 0.0)
         open_ = [asyncio.create_task(ask("other")) for _ in range(2)]

@@ -109,12 +109,12 @@ class OutputConfig(_Sent):
 
 
 class CountRequest(BaseModel):
-    """A body of /v1/messages/count_tokens. `system`: before the messages."""
+    """A body of /v1/messages/count_tokens. `preface`: the system prompt."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[TextBlock] | None = None
+    preface: str | list[TextBlock] | None = Field(default=None, alias="system")
     tools: list[OfferedTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -124,7 +124,7 @@ class CountRequest(BaseModel):
         """The messages as chat templates take them, in OpenAI's form."""
         if self.messages[-1].role == "assistant":
             raise BadRequest("the last message should be the user's: an answer cannot be begun for the model")
-        found = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        found = [{"role": "system", "content": _text(self.preface)}] if self.preface else []
         return [*found, *(message for turn in self.messages for message in _messages(turn))]
 
     def callable(self) -> Tools | None:

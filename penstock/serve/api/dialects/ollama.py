@@ -139,7 +139,7 @@ class OllamaGenerate(_Asked):
     """A body of /api/generate. `raw`: the prompt is given to the model as it is; else it is a chat of one message."""
 
     prompt: str = ""
-    system: str | None = None
+    preface: str | None = Field(default=None, alias="system")
     raw: bool = False
     suffix: Literal[""] | None = None
     images: None = None
@@ -260,9 +260,9 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
 
     @app.post("/api/generate")
     async def generate(body: OllamaGenerate, request: Request) -> Response:
-        if not body.prompt and not body.system:
+        if not body.prompt and not body.preface:
             return await loaded(body, {"response": ""})
-        system = [{"role": "system", "content": body.system}] if body.system else []
+        system = [{"role": "system", "content": body.preface}] if body.preface else []
         given = asked(body, [*system, {"role": "user", "content": body.prompt}], None)
         return await desk.chat(request, given, raw=body.prompt if body.raw else None)
 
