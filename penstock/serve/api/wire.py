@@ -25,25 +25,25 @@ MAX_TOKENS = 1 << 20
 MAX_SCORES = 1 << 16
 
 
-class _Sent(BaseModel):
+class Sent(BaseModel):
     """A body. Names that are not here are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Sent):
+class StreamOptions(Sent):
     include_usage: bool = False
 
 
-class TextFormat(_Sent):
+class TextFormat(Sent):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Sent):
+class JsonObjectFormat(Sent):
     type: Literal["json_object"]
 
 
-class NamedSchema(_Sent):
+class NamedSchema(Sent):
     """`strict`: answers follow the schema whatever is said here."""
 
     name: str | None = None
@@ -52,7 +52,7 @@ class NamedSchema(_Sent):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(_Sent):
+class JsonSchemaFormat(Sent):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
@@ -60,7 +60,7 @@ class JsonSchemaFormat(_Sent):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class _Sampled(_Sent):
+class _Sampled(Sent):
     """What both kinds of completion take."""
 
     model: str | None = None
@@ -158,7 +158,7 @@ class _Sampled(_Sent):
             raise BadRequest("stream_options is for stream: true")
 
 
-class TextPart(_Sent):
+class TextPart(Sent):
     type: Literal["text"]
     text: str
 
@@ -178,11 +178,11 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
-class NamedFunction(_Sent):
+class NamedFunction(Sent):
     name: str
 
 
-class FunctionChoice(_Sent):
+class FunctionChoice(Sent):
     type: Literal["function"]
     function: NamedFunction
 
@@ -265,7 +265,7 @@ class CompletionRequest(_Sampled):
         return found
 
 
-class TokenizeRequest(_Sent):
+class TokenizeRequest(Sent):
     """A body of /tokenize. `add_special_tokens`: the text begins with BOS where the tokenizer says so."""
 
     model: str | None = None
@@ -273,7 +273,7 @@ class TokenizeRequest(_Sent):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(_Sent):
+class DetokenizeRequest(Sent):
     """A body of /detokenize."""
 
     model: str | None = None

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat, chat_of
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.errors import error_body
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.tokenizer import Tokenizer
@@ -28,13 +28,7 @@ from penstock.serve.tools.reading import CallBegun, CallMore, Part, Reading, Sai
 _PATH = "/v1/messages"
 
 
-class _Sent(BaseModel):
-    """A part of a body. Names that are not here are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Block(_Sent):
+class _Block(Sent):
     """`cache_control`: means nothing here, since what prompts begin with is always shared."""
 
     cache_control: dict[str, Any] | None = None
@@ -69,7 +63,7 @@ class ToolResultBlock(_Block):
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class Turn(_Sent):
+class Turn(Sent):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -81,13 +75,13 @@ class OfferedTool(_Block):
     input_schema: dict[str, Any]
 
 
-class ToolChoice(_Sent):
+class ToolChoice(Sent):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(_Sent):
+class Thinking(Sent):
     """Models think or do not think as their template has it. `budget_tokens`: the most of what they think. `display`:
     means nothing."""
 
@@ -96,22 +90,21 @@ class Thinking(_Sent):
     display: str | None = None
 
 
-class OutputFormat(_Sent):
+class OutputFormat(Sent):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Sent):
+class OutputConfig(Sent):
     """`effort`: means nothing."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class CountRequest(BaseModel):
+class CountRequest(Sent):
     """A body of /v1/messages/count_tokens. `preface`: the system prompt."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
     preface: str | list[TextBlock] | None = Field(default=None, alias="system")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 import penstock
 from penstock.errors import BadRequest, PenstockError
@@ -19,7 +19,7 @@ from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.shelf import Shelf
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
@@ -30,13 +30,7 @@ from penstock.serve.tools.reading import Call, Collected, Reading
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 
-class _Sent(BaseModel):
-    """A part of a body. Names that are not here are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Options(_Sent):
+class Options(Sent):
     """How tokens are chosen. `num_predict`: -1 and -2 for as many as the context has room for. `num_ctx`: refused where
     it is more than the server's context, and means nothing otherwise."""
 
@@ -53,7 +47,7 @@ class Options(_Sent):
     stop: str | list[str] | None = None
 
 
-class _Asked(_Sent):
+class _Asked(Sent):
     """What both kinds of answers take. `keep_alive`: means nothing, the server has its own way. `think`: models think
     as their template has it; false leaves what they think out of the answer. `logprobs` are not here: refused."""
 
@@ -81,19 +75,19 @@ class _Asked(_Sent):
         )  # fmt: skip
 
 
-class CalledFunction(_Sent):
+class CalledFunction(Sent):
     name: str
     arguments: dict[str, Any]
     index: int | None = None
 
 
-class Called(_Sent):
+class Called(Sent):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
 
-class Message(_Sent):
+class Message(Sent):
     """`tool_name`: of a message of a tool; Ollama's have no id of the call."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -218,7 +212,7 @@ def _json_line(body: dict[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode() + b"\n"
 
 
-class Named(_Sent):
+class Named(Sent):
     """A body of /api/show, which older clients send with `name`."""
 
     model: str | None = None

@@ -18,19 +18,13 @@ from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.shape import call_id
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, offered
 from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought
-
-
-class _Sent(BaseModel):
-    """A part of a body. Names that are not here are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class _Given(BaseModel):
@@ -83,7 +77,7 @@ Item = Annotated[
 ]
 
 
-class Format(_Sent):
+class Format(Sent):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -91,19 +85,19 @@ class Format(_Sent):
     strict: bool | None = None
 
 
-class TextConfig(_Sent):
+class TextConfig(Sent):
     """`verbosity`: means nothing."""
 
     format: Format | None = None
     verbosity: str | None = None
 
 
-class FunctionChoice(_Sent):
+class FunctionChoice(Sent):
     type: Literal["function"]
     name: str
 
 
-class ResponsesRequest(_Sent):
+class ResponsesRequest(Sent):
     """A body of /v1/responses. `store`, `include`, `metadata`, `reasoning` and names of the client's are taken, and
     mean nothing: models think as their template has it."""
 
