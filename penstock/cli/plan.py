@@ -104,7 +104,7 @@ def plan(
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Without the collector of cycles: planning makes few, and walking its many small objects took 7 % of its time."""
+    """Without the collector of cycles: planning makes few. Off from the start it saved 7 % of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

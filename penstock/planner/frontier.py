@@ -22,10 +22,8 @@ from penstock.spec.places import HOST, Tier
 from penstock.spec.plan import KvHome, Plan
 from penstock.units import format_bytes, format_seconds
 
-_SMALLER, _MOST_ASKS = (
-    4,
-    5,
-)  # each further ask has so many times fewer sequences; each takes as long as a plan of its own
+# Each further ask has so many times fewer sequences, and takes as long as a plan of its own.
+_SMALLER, _MOST_ASKS = 4, 5
 
 
 @dataclass(frozen=True, slots=True)

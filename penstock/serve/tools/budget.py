@@ -20,16 +20,22 @@ class Budget:
 
     def forced(self) -> int | None:
         """The token that has to come next; None where any may."""
-        thinks = self._begun or self._text.lstrip().startswith(THINK)
-        return self._end_ids[0] if self._open and thinks and self._left <= 0 and self._end_ids else None
+        return self._end_ids[0] if self._open and self._begun and self._left <= 0 and self._end_ids else None
 
     def take(self, forced: bool, text: str) -> None:
         """The answer has one more token, by which this text has become certain."""
+        if not self._open:
+            return
         self._left -= 1
-        self._text += text
         if forced:
             self._end_ids.pop(0)
             self._open = bool(self._end_ids)
             return
-        begins = self._text.lstrip()[: len(THINK)]
-        self._open &= THOUGHT not in self._text and (self._begun or THINK.startswith(begins))
+        self._text = (self._text + text) if self._begun else (self._text + text).lstrip()
+        if not self._begun and self._text.startswith(THINK):
+            self._begun, self._text = True, self._text[len(THINK) :]
+        if self._begun:
+            self._open = THOUGHT not in self._text
+            self._text = self._text[-len(THOUGHT) :]  # what may be the beginning of the end
+        else:
+            self._open = THINK.startswith(self._text)
