@@ -45,8 +45,8 @@ def packed_model(
 
 @contextmanager
 def tracing(name: str | None, title: str) -> Iterator[TraceFile | None]:
-    """Yields the file of --trace, which is whole at the end; None where no trace is wanted. Raises BadRequest where it
-    cannot be written."""
+    """Yields the file of --trace, which is whole at the end, and holds what was done until then after Ctrl-C; None
+    where no trace is wanted. Raises BadRequest where it cannot be written."""
     if name is None:
         yield None
         return

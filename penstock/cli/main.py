@@ -19,6 +19,7 @@ from penstock.cli import (
     batch,
     bench,
     cache,
+    completion,
     demo,
     eval,
     import_,
@@ -47,7 +48,7 @@ _MODELS = (
     *(demo.demo, run.run, serve.serve, batch.batch, plan.plan, pull.pull, import_.import_, pack.pack, synth.synth),
     *(eval.eval_, profile.profile, train_predictors.train_predictors, bench.bench, probe.probe),
 )
-for command in (*_MODELS, cache.list_, cache.rm, cache.prune):
+for command in (*_MODELS, cache.list_, cache.rm, cache.prune, completion.completion):
     app.command(command.__name__.rstrip("_").replace("_", "-"))(grouped(command))
 
 # Since 0.26 typer has its own copy of click; before it used click itself. So its errors are found by inheritance, not

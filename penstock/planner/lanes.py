@@ -3,11 +3,12 @@ work."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Task
+from penstock.graph.tasks import Task, link_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.predict import CACHE_PASSES
 from penstock.planner.routing import Replay
@@ -35,9 +36,19 @@ class Piece(NamedTuple):
     end_s: float
 
 
-def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, list[Piece]], float]:
-    """(lane → its pieces in order, the CPU's first; seconds of the pass with the pause after it). The pass is one of
-    many: loads for it ran ahead in the pass before, and loads in it run ahead for the next one."""
+class DecodePass(NamedTuple):
+    """`pieces`: lane → its pieces in order, the CPU's first. `seconds`: of the pass, with the pause after it.
+    `link_bytes`: lane → the bytes that cross the link to a device. `sequences`: which get a token each."""
+
+    pieces: dict[Lane, list[Piece]]
+    seconds: float
+    link_bytes: dict[Lane, int]
+    sequences: int
+
+
+def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> DecodePass:
+    """What lanes do in one of many decode passes: loads for it ran ahead in the pass before, and loads in it run ahead
+    for the next one."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost), Replay(plan)
     seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
@@ -45,12 +56,16 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, 
     step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
     tasks: dict[int, Task] = {}
     replay.warm(lowering, step, CACHE_PASSES)
+    crossed = Counter[Lane]()
     for i in range(_WARM_PASSES + 1):
         emitted = list(lowering.step(step, replay.answer))
         tasks.update((task.id, task) for task in emitted)
         start_s = simulator.now_s
         spans = simulator.run(emitted).spans
-        if i < _WARM_PASSES:
+        if i == _WARM_PASSES:
+            for task in emitted:
+                crossed.update(link_bytes(task))
+        else:
             simulator.pause(cost.between_passes_s)
     end_s = simulator.now_s + cost.between_passes_s  # in which loads go on, as they do while draining
     spans += simulator.drain().spans
@@ -62,7 +77,7 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> tuple[dict[Lane, 
                 if inside.start_s < inside.end_s:
                     lanes[lane].append(inside)
     ordered = {lane: sorted(inside, key=lambda p: p.start_s) for lane, inside in lanes.items() if inside}
-    return ordered, end_s - start_s
+    return DecodePass(ordered, end_s - start_s, dict(crossed), len(seqs))
 
 
 def _cut(task: Task, cost: Cost, start_s: float, end_s: float) -> list[Piece]:

@@ -9,11 +9,11 @@ from html import escape
 
 from penstock.planner.explain import Band, Limit, lane_name, limits, rate, rates, spread, tier_name
 from penstock.planner.frontier import Point
-from penstock.planner.lanes import Piece, decode_pass
+from penstock.planner.lanes import DecodePass, Piece, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import DISK, HOST, is_disk, nearness
+from penstock.spec.places import DISK, GPU, HOST, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -58,8 +58,9 @@ def svg(
     """The picture. `name`: of the model; `band`: the error band to write beside the speeds; `notes`: lines below the
     lanes; `points`: the frontier to draw below all. Some decode passes are lowered and simulated for it."""
     tier_limits = limits(solved, ask, machine)
-    boxes, left_end = _tiers(solved, tier_limits, 110)
-    lanes, right_end = _lanes(solved, ask, machine, notes, 110)
+    one = decode_pass(solved.plan, ask, machine)
+    boxes, left_end = _tiers(solved, tier_limits, one, 110)
+    lanes, right_end = _lanes(one, notes, 110)
     below, end = _frontier(points, max(left_end, right_end) + _EDGE)
     height = end + _EDGE
     return "\n".join(
@@ -106,18 +107,19 @@ def _header(solved: Solved, machine: MachineSpec, name: str, band: Band | None) 
 # -- tiers --------------------------------------------------------------------------------------------------
 
 
-def _tiers(solved: Solved, tier_limits: tuple[Limit, ...], y: int) -> tuple[list[str], int]:
-    """(SVG of a box for each tier, the fastest on top; the y at which they end). `y`: where they begin, in pixels."""
+def _tiers(solved: Solved, tier_limits: tuple[Limit, ...], one: DecodePass, y: int) -> tuple[list[str], int]:
+    """(SVG of a box for each tier, the fastest on top; the y at which they end). Between two boxes stands what moves up
+    from the lower one. `y`: where they begin, in pixels."""
     drawn: list[str] = []
-    for i, limit in enumerate(sorted(tier_limits, key=lambda limit: nearness(limit.tier))):
+    nearest = sorted(tier_limits, key=lambda limit: nearness(limit.tier))
+    for above, limit in zip([None, *nearest], nearest, strict=False):
+        if above is not None:
+            moved = _from_disk(solved) if limit.tier == DISK.tier else _over_link(one) if above.used_bytes else ""
+            drawn += _arrow(moved, y) if moved else []
+            y += _GAP if moved else 16
         if limit.tier == DISK.tier:
-            if i:
-                drawn += _arrow(solved, y)
-                y += _GAP
             rows, whole = _disk_rows(solved.plan), limit.used_bytes
         else:
-            if i:
-                y += 16
             rows, whole = _memory_rows(solved.plan, limit), max(limit.limit_bytes, limit.used_bytes)
         box, y = _box(limit, rows, whole, y)
         drawn += box
@@ -190,10 +192,20 @@ def _box(limit: Limit, rows: list[Row], whole: int, y: int) -> tuple[list[str], 
     return drawn, y + height
 
 
-def _arrow(solved: Solved, y: int) -> list[str]:
-    """SVG of an arrow from the disk up to RAM, with the bytes that are read."""
-    x, nbytes = _LEFT + 40, solved.prediction.disk_bytes_per_token
-    label = f"{format_bytes(nbytes)} read per token" if nbytes else "read once, when the model is loaded"
+def _from_disk(solved: Solved) -> str:
+    nbytes = solved.prediction.disk_bytes_per_token
+    return f"{format_bytes(nbytes)} read per token" if nbytes else "read once, when the model is loaded"
+
+
+def _over_link(one: DecodePass) -> str:
+    """What crosses the link from RAM to a device, and back."""
+    up, down = (one.link_bytes.get(lane, 0) / one.sequences for lane in (GPU.to_device, GPU.to_host))
+    return f"{format_bytes(up)} lifted per token, {format_bytes(down)} back" if up or down else "lifted once"
+
+
+def _arrow(label: str, y: int) -> list[str]:
+    """SVG of an arrow from a tier up to the next one, with what moves."""
+    x = _LEFT + 40
     return [
         f'<path class="arrow" d="M{x} {y + 4}l7 10h-4.5v{_GAP - 18}h-5v-{_GAP - 18}h-4.5z"/>',
         _text(x + 18, y + _GAP // 2 + 5, label, "soft"),
@@ -203,10 +215,9 @@ def _arrow(solved: Solved, y: int) -> list[str]:
 # -- lanes --------------------------------------------------------------------------------------------------
 
 
-def _lanes(solved: Solved, ask: Ask, machine: MachineSpec, notes: Sequence[str], y: int) -> tuple[list[str], int]:
+def _lanes(one: DecodePass, notes: Sequence[str], y: int) -> tuple[list[str], int]:
     """(SVG of the timeline of one decode pass, with axis and legend; the y at which it ends). `y`: where it begins."""
-    pieces, pass_s = decode_pass(solved.plan, ask, machine)
-    tokens = solved.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    pieces, pass_s, _, tokens = one
     what = "one token" if tokens == 1 else f"one token of each of {tokens} sequences"
     drawn = [_text(_RIGHT, y + 13, f"{what} takes {format_seconds(pass_s)}", "bold")]
     y += 32

@@ -18,8 +18,9 @@ TRACE = Kind("a trace", BEGINS.encode())
 class TraceFile:
     """A file of --trace. `add` is a Session's Watch.
 
-    A context manager: the file is written aside, and renamed at the end. Where the work was broken off no file is left,
-    and one that was there before stays. A disk that fills up does not stop the work; the error comes at the end.
+    A context manager: the file is written aside, and renamed at the end. After Ctrl-C it holds what was done until
+    then. Where the work failed, or was ended before its first pass, no file is left, and one that was there before
+    stays. A disk that fills up does not stop the work; the error comes at the end.
 
     Raises BadRequest where the file cannot be written, or holds something else than a trace: at once if that can be
     known, else at the end.
@@ -28,7 +29,7 @@ class TraceFile:
     def __init__(self, file: Path, title: str) -> None:
         self._file, self._trace = file, Trace(title)
         self._failed: OSError | None = None
-        self._between = ""
+        self._between, self._passes = "", 0
         try:
             self._output = Output(file, TRACE)
         except OSError as error:
@@ -45,13 +46,15 @@ class TraceFile:
         """Writes the tasks of a timeline. `p`: the pass that they belong to."""
         if self._failed is None:
             self._events(list(self._trace.add(timeline, p)))
+            self._passes += p is not None
 
     def __enter__(self) -> TraceFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        whole = kind is None or (kind is KeyboardInterrupt and self._passes > 0)
         with self._output:
-            if kind is None:
+            if whole:
                 self._write(f'\n],"otherData":{json.dumps(self._trace.summary())}}}\n')
                 self._unless_failed(self._output.commit)
         if kind is None and self._failed is not None:

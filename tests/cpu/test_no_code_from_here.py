@@ -50,6 +50,7 @@ COMMANDS = [
     "list --cache {cache}",
     "prune --cache {cache}",
     "import",
+    "completion bash --show",
     "bench . --repeats 1 --seconds 0.1 --prompt-tokens 4 --output-tokens 2 --cache {cache}",  # starts `ceilings`
     "bench ops . --rows 1 --context 16",
     "bench --calibrate --cache {cache}",

@@ -105,14 +105,24 @@ def test_a_failure_leaves_the_older_trace(model: Path, tmp_path: Path, call: Cal
     assert file.read_text() == OLDER and list(tmp_path.iterdir()) == [file]
 
 
-def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, cache: Path) -> None:
+def test_ctrl_c_leaves_what_was_done(model: Path, tmp_path: Path, cache: Path) -> None:
     args = ("run", model, "ab", "--raw", "--ignore-eos", "--max-tokens", "200", "--cache", cache, "--resident", "0")
     child = start(*args, "--trace", tmp_path / "trace.json")
     assert child.stdout is not None and child.stdout.read(3)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert [e["name"] for e in read_trace(tmp_path / "trace.json") if e.get("cat") == "pass"][:2] == [
+        "prefill 1", "decode 2",
+    ]  # fmt: skip
+
+
+def test_ctrl_c_before_the_first_pass_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(OLDER)
+    with pytest.raises(KeyboardInterrupt), TraceFile(tmp_path / "t.json", "t"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "t.json").read_text() == OLDER and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_disk_that_fills_up_does_not_stop_the_answer(

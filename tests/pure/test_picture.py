@@ -68,6 +68,9 @@ def test_a_device_is_drawn() -> None:
     solved = solve(ask, LLAMA_70B, parse_format("int4"), WITH_DEVICE)
     picture = svg(solved, ask, WITH_DEVICE, "a model", Band(), [])
     assert {"device", "RAM", "the device", "the link to the device", "its driver and libraries"} <= set(texts(picture))
+    up, down = (decode_pass(solved.plan, ask, WITH_DEVICE).link_bytes[lane] for lane in ("h2d0", "d2h0"))
+    assert up > 0 and f"{format_bytes(up)} lifted per token, {format_bytes(down)} back" in texts(picture)
+    assert picture.count('class="arrow"') == 2  # from the disk to RAM, from RAM to the device
     solved, _ = drawn(*CASES["tiny"])
     assert {"device", "not used"} <= set(texts(svg(solved, Ask(), WITH_DEVICE, "a model", Band(), [])))
 
@@ -105,7 +108,7 @@ def test_lanes_of_a_pass(case: str) -> None:
     """Pieces lie in the pass, one after the other, and fill what the prediction says is busy."""
     spec, fmt, ask = CASES[case]
     solved = solve(ask, spec, fmt, MACHINE)
-    lanes, pass_s = decode_pass(solved.plan, ask, MACHINE)
+    lanes, pass_s, *_ = decode_pass(solved.plan, ask, MACHINE)
     assert pass_s == pytest.approx(min(ask.batch, 4) / solved.prediction.decode_tokens_per_s, rel=0.05)
     for lane, pieces in lanes.items():
         assert all(0 <= p.start_s < p.end_s <= pass_s for p in pieces)
@@ -119,7 +122,7 @@ def test_what_lies_between_passes_is_in_the_picture() -> None:
     """Of a small model it is much: the lanes are as busy as the prediction says."""
     machine = replace(MACHINE, rates=(*MACHINE.rates, Rate("host", "pass", "*", 1e-4, 0.0)))
     solved = solve(Ask(), model(), Format("float32"), machine)
-    lanes, pass_s = decode_pass(solved.plan, Ask(), machine)
+    lanes, pass_s, *_ = decode_pass(solved.plan, Ask(), machine)
     share = sum(piece.end_s - piece.start_s for piece in lanes["host"]) / pass_s
     assert share == pytest.approx(solved.prediction.lane_share["host"], abs=0.02) and share < 0.9
 
