@@ -19,6 +19,7 @@ from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_spee
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.serve.api.chats import Chat as Asked
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
@@ -38,10 +39,16 @@ def opening(system: str | None) -> Messages:
 
 
 class Chat:
-    """A conversation with a model. `messages`: what was said so far. `system`: what the model is told before."""
+    """A conversation with a model. `messages`: what was said so far. `system`: what the model is told before.
+    `thoughts`: whether what it thinks is shown."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None = None, thoughts: bool = True
+    ) -> None:
+        from penstock.serve.conversation import Conversation
+
         self._engine, self._params, self.messages = engine, params, opening(system)
+        self._thoughts, self._conversation = thoughts, Conversation(engine.tokenizer)
         self._ended = False
         self._last: Generation | None = None
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
@@ -91,38 +98,53 @@ class Chat:
         """Answers a turn. What was said of an answer that Ctrl-C ends stays in the conversation."""
         self.messages.append({"role": "user", "content": turn})
         heard: list[str] = []
+        engine, asked = self._engine, None
         try:
-            ids = self._within_context()
-            generation = print_stream(self._engine, ids, self._params, heard=heard)
+            asked = self._within_context()
+            self._tell_rewritten(asked)
+            params = asked.ruled(self._params)
+            generation = print_stream(
+                engine, asked.ids, params, reading=asked.reading(params), thoughts=self._thoughts, heard=heard
+            )
         except KeyboardInterrupt:
             print(flush=True)
             note("the answer was ended; Ctrl-C once more, or /bye, ends the chat")
             self.messages.append({"role": "assistant", "content": "".join(heard)})
+            if asked is not None and heard and engine.last is not None:
+                self._conversation.answered(asked, engine.last.text, engine.last.token_ids)
             return
         except PenstockError:
             self.messages.pop()
             raise
-        self.messages.append({"role": "assistant", "content": generation.text})
+        self.messages.append({"role": "assistant", "content": "".join(heard)})
+        self._conversation.answered(asked, generation.text, generation.token_ids)
         self._last = generation
         tell_speed(self._engine, generation, self._promised)
 
-    def _within_context(self) -> list[int]:
-        """The ids of the conversation. Where they leave no room for an answer the oldest turns leave, until half of the
-        context is free, so that this does not come again with each turn."""
-        context, encode = self._engine.plan.context, self._engine.tokenizer.encode_chat
-        ids, left = encode(self.messages), 0
+    def _tell_rewritten(self, asked: Asked) -> None:
+        """Says so where the template writes turns otherwise than they were, so that they are read again."""
+        again = len(asked.ids) - self._engine.holds(asked.ids)
+        if self._conversation.rewritten and again > 1:
+            note(f"the chat template writes earlier turns anew: {again} of {len(asked.ids)} tokens are read")
+
+    def _within_context(self) -> Asked:
+        """The prompt of the conversation. Where it leaves no room for an answer the oldest turns leave, until half of
+        the context is free, so that this does not come again with each turn."""
+        context, prompt = self._engine.plan.context, self._conversation.prompt
+        asked, left = prompt(self.messages), 0
         wanted = context - min(self._params.max_tokens, context // 2)
-        if len(ids) <= wanted:
-            return ids
+        if len(asked.ids) <= wanted:
+            return asked
         first = 1 if self.messages[0]["role"] == "system" else 0
-        while len(ids) > context // 2 and len(self.messages) > first + 1:
+        while len(asked.ids) > context // 2 and len(self.messages) > first + 1:
             gone = 2 if len(self.messages) > first + 2 else 1
             del self.messages[first : first + gone]
             left += 1
-            ids = encode(self.messages)
+            self._conversation.forget()
+            asked = prompt(self.messages)
         if left:
             note(f"the context of {context} tokens is full: the {left} oldest turns were left out")
-        return ids
+        return asked
 
     def _help(self, _: str) -> None:
         for name, (does, _command) in self._commands.items():
@@ -134,14 +156,17 @@ class Chat:
 
     def _new(self, _: str) -> None:
         del self.messages[len([m for m in self.messages[:1] if m["role"] == "system"]) :]
+        self._conversation.forget()
 
     def _system(self, text: str) -> None:
         self.messages[:] = opening(text or None)
+        self._conversation.forget()
 
     def _retry(self, _: str) -> None:
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             raise BadRequest("there is no answer yet")
         self.messages.pop()
+        self._conversation.forget()
         self._say(self.messages.pop()["content"])
 
     def _set(self, text: str) -> None:
@@ -171,6 +196,7 @@ class Chat:
 
     def _load(self, name: str) -> None:
         self.messages[:] = _messages_of(as_path(name))
+        self._conversation.forget()
         note(f"{len(self.messages)} messages: the next turn goes on with them")
 
     def _figures(self, _: str) -> None:

@@ -7,11 +7,11 @@ key.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from penstock.cli.output import note
 from penstock.errors import BadRequest
@@ -20,6 +20,7 @@ _BEGINS = {"bash": "# penstock completion for bash\n", "zsh": "#compdef penstock
 
 
 def completion(
+    context: Context,
     shell: Annotated[
         str | None, Argument(metavar="SHELL", help="bash, zsh or fish; default the one that $SHELL names.")
     ] = None,
@@ -32,7 +33,8 @@ def completion(
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in _BEGINS:
         raise BadRequest(f"{name!r} is no shell that completions are made for: name one of {', '.join(_BEGINS)}")
-    text = script(name)
+    root: Any = context.find_root().command
+    text = script(name, root.commands)
     if show:
         print(text, end="")
         return
@@ -54,10 +56,10 @@ _NEXT = {
 }
 
 
-def script(shell: str) -> str:
-    """The text that a shell reads."""
-    commands = {name: (_first_sentence(each), _flags(each)) for name, each in _commands().items()}
-    return _BEGINS[shell] + _MADE[shell](commands)
+def script(shell: str, commands: Mapping[str, Any]) -> str:
+    """The text that a shell reads. `commands`: by their names."""
+    known = {name: (_first_sentence(each), _flags(each)) for name, each in commands.items()}
+    return _BEGINS[shell] + _MADE[shell](known)
 
 
 _Commands = dict[str, tuple[str, list[Any]]]  # name → what it does, its flags
@@ -107,16 +109,6 @@ def _fish(commands: _Commands) -> str:
 
 
 _MADE: dict[str, Callable[[_Commands], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-
-
-def _commands() -> dict[str, Any]:
-    import typer
-
-    from penstock.cli.main import app
-
-    group: Any = typer.main.get_command(app)
-    found: dict[str, Any] = group.commands
-    return found
 
 
 def _flags(command: Any) -> list[Any]:

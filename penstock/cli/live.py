@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from penstock.units import format_rate
+from penstock.units import format_left, format_rate
 
 if TYPE_CHECKING:
     from penstock.graph.tasks import Pass
@@ -26,20 +26,26 @@ if TYPE_CHECKING:
 _FIRST_S, _EVERY_S = 0.5, 0.25
 _WINDOW_S = 2.0  # over which the disk's speed is taken
 _LEAST_ROWS, _LEAST_COLUMNS = 3, 20
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_MOST_SHOWN = 0.99  # of a prompt, before it is known to be read
 
 # Index and reverse index (the codes of _ROOM) make room below and keep the column, also at the bottom of the screen.
 _ROOM, _SAVE, _BELOW, _RESTORE = "\033D\033M", "\0337", "\033[B\r", "\0338"
 _ERASE_BELOW, _ERASE_LINE = "\033[J", "\033[K"
+DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
 class Progress:
-    """Counts what passes have done so far. `watch`: a Session's Watch. `chunks`: passes that read the prompt.
-    `read_bytes`: returns the bytes that were read from the disk so far."""
+    """Counts what passes have done so far. `watch`: a Session's Watch. `tokens`: of the prompts, that passes have to
+    read. `read_bytes`: returns the bytes that were read from the disk so far. `foretold_s`: seconds that reading the
+    prompts is predicted to take; 0 where nobody knows."""
 
-    def __init__(self, chunks: int, read_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
-        self._chunks, self._read_bytes, self._clock = chunks, read_bytes, clock
-        self._chunk = self._rows = self._tokens = 0
-        self._start_s = clock()
+    def __init__(
+        self, tokens: int, read_bytes: Callable[[], int], clock: Callable[[], float], foretold_s: float = 0.0
+    ) -> None:
+        self._prompt, self._read_bytes, self._clock, self._foretold_s = tokens, read_bytes, clock, foretold_s
+        self._rows = self._tokens = self._drawn = 0
+        self._start_s = self._told_s = clock()
         self._reads = deque([(self._start_s, read_bytes())])
 
     def watch(self, timeline: Timeline, p: Pass | None) -> None:
@@ -48,27 +54,36 @@ class Progress:
             return
         count = sum(batch.total_rows for batch in p.batches)
         if p.purpose != "prefill":
-            self._chunk, self._tokens = self._chunks, self._tokens + count
-        elif self._chunk < self._chunks:
-            self._chunk, self._rows = self._chunk + 1, self._rows + count
-            if self._chunk == self._chunks:
-                self._start_s = self._clock()  # from here on of decoding
+            self._rows, self._tokens = self._prompt, self._tokens + count
+        elif self._rows < self._prompt:
+            self._rows += count
+            self._told_s = self._clock()
+            if self._rows >= self._prompt:
+                self._start_s = self._told_s  # from here on of decoding
 
     def line(self) -> str:
-        """'reading the prompt: chunk 2 of 8, 31.2 tok/s, disk 2.85 GB/s', or '17 tokens, 3.21 tok/s, …'."""
+        """'⠙ reading the prompt: 512 of 2048 tokens, 25 %, 31.2 tok/s, 49 s left, disk 2.85 GB/s', or
+        '17 tokens, 3.21 tok/s, disk …'."""
         now_s = self._clock()
-        seconds = max(1e-9, now_s - self._start_s)
-        if self._chunk < self._chunks:
-            parts = [f"reading the prompt: chunk {self._chunk + 1} of {self._chunks}"]
-            count = self._rows
+        if self._rows < self._prompt:
+            parts = self._reading(now_s)
         else:
             parts = [f"{self._tokens} tokens"]
-            count = self._tokens
-        if count:
-            parts.append(f"{count / seconds:.{1 if count >= 10 * seconds else 2}f} tok/s")
+            if self._tokens:
+                parts.append(_rate(self._tokens / max(1e-9, now_s - self._start_s)))
         if (rate := self._disk_rate(now_s)) > 0:
             parts.append(f"disk {format_rate(rate)}")
         return ", ".join(parts)
+
+    def _reading(self, now_s: float) -> list[str]:
+        """Between two passes the count goes on at the speed so far; before the first one, at the speed foretold."""
+        self._drawn += 1
+        spinner, prompt = _SPINNER[self._drawn % len(_SPINNER)], self._prompt
+        spent_s = self._told_s - self._start_s if self._rows else self._foretold_s
+        per_s = (self._rows or prompt) / spent_s if spent_s > 0 else 0.0
+        done = min(int(self._rows + per_s * (now_s - self._told_s)), int(_MOST_SHOWN * prompt))
+        parts = [f"{spinner} reading the prompt: {done} of {prompt} tokens", f"{done / prompt:.0%}"]
+        return [*parts, _rate(per_s), f"{format_left((prompt - done) / per_s)} left"] if per_s else parts
 
     def _disk_rate(self, now_s: float) -> float:
         self._reads.append((now_s, self._read_bytes()))
@@ -98,15 +113,16 @@ class Live:
         self._thread.join()
         self._emit(self._erased())
 
-    def write(self, text: str) -> None:
-        """Prints text of the answer to stdout at once."""
+    def write(self, text: str, style: str = "") -> None:
+        """Prints text of the answer to stdout at once. `style`: codes before it, which take no room."""
+        shown = f"{style}{text}{_PLAIN}" if style else text
         if not self._below:
-            print(text, end="", flush=True)
+            print(shown, end="", flush=True)
             return
         with self._lock:
             before, size = self._erased(), _size()
             self._column = _advance(self._column, text, size.columns)
-            print(f"{before}{text}{self._drawn(size)}", end="", flush=True)
+            print(f"{before}{shown}{self._drawn(size)}", end="", flush=True)
 
     def _redraw(self) -> None:
         wait_s = _FIRST_S
@@ -142,25 +158,31 @@ class Live:
 class Plain:
     """Prints text, and no line. In place of `Live`."""
 
-    def write(self, text: str) -> None:
-        print(text, end="", flush=True)
+    def write(self, text: str, style: str = "") -> None:
+        print(f"{style}{text}{_PLAIN}" if style else text, end="", flush=True)
 
 
 @contextmanager
-def live(engine: Engine, chunks: Callable[[], int], streams: bool) -> Iterator[Live | Plain]:
-    """Yields an object whose `write` prints the answer. `chunks`: says how many passes will read the prompt.
-    `streams`: whether text comes while the line is shown, from the first column on."""
+def live(engine: Engine, ahead: Callable[[], tuple[int, float]], streams: bool) -> Iterator[Live | Plain]:
+    """Yields an object whose `write` prints the answer. `ahead`: says how many tokens of prompts passes will read, and
+    in how many seconds, as predicted; 0 where nobody knows. `streams`: whether text comes while the line is shown, from
+    the first column on."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield Plain()
         return
     session = engine.session
-    progress = Progress(chunks(), lambda: session.reader.bytes_read, time.perf_counter)
+    tokens, foretold_s = ahead()
+    progress = Progress(tokens, lambda: session.reader.bytes_read, time.perf_counter, foretold_s)
     session.watchers.append(progress.watch)
     try:
         with Live(progress.line, streams and _one_terminal()) as shown:
             yield shown
     finally:
         session.watchers.remove(progress.watch)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.{1 if per_s >= 10 else 2}f} tok/s"
 
 
 def _one_terminal() -> bool:

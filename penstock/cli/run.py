@@ -36,6 +36,7 @@ from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
+    from penstock.serve.api.chats import Chat as Asked
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.renewal import Renewed
@@ -60,6 +61,9 @@ def run(
     system: Annotated[
         str | None, Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
     ] = None,
+    no_thinking: Annotated[
+        bool, Option("--no-thinking", help="Do not show what a reasoning model thinks; a terminal shows it dimmed.")
+    ] = False,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
@@ -111,7 +115,8 @@ def run(
 
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
-        ids = [] if chatting else _encoded(tokenizer, text, raw, system)
+        asked = None if chatting else _encoded(tokenizer, text, raw, system)
+        ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
             most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
             context = plan.context if plan is not None else work.context or min(most, DEFAULT_CONTEXT)
@@ -131,10 +136,10 @@ def run(
             if chatting:
                 note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
                 with typed_lines(machine.cache_folder) as lines:
-                    Chat(engine, params, system).run(lines)
+                    Chat(engine, params, system, not no_thinking).run(lines)
             else:
                 named = sampling.from_model(tokenizer.generation_config)
-                answer(engine, ids, params, as_json, work.batch, from_model=named)
+                answer(engine, ids, params, as_json, work.batch, "", named, asked, not no_thinking)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
 
@@ -152,11 +157,11 @@ def say_why(engine: Engine) -> None:
 
 def answer(
     engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int = 1, lead: str = "",
-    from_model: Sequence[str] = (),
+    from_model: Sequence[str] = (), asked: Asked | None = None, thoughts: bool = True,
 ) -> None:  # fmt: skip
     """Generates `count` answers to a prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or
-    else the JSON object. `from_model`: which values of `params` come from the model's generation_config.json. Raises as
-    `Engine.generate`."""
+    else the JSON object. `from_model`: which values of `params` come from the model's generation_config.json. `asked`:
+    says how one answer is taken apart, and `thoughts` whether what is thought is shown. Raises as `Engine.generate`."""
     if count > 1:
         _answer_together(engine, prompt, params, as_json, count, from_model)
         return
@@ -168,7 +173,11 @@ def answer(
         return
     promised = promise(engine)
     try:
-        generation = print_stream(engine, prompt, params, lead)
+        if asked is not None and (not thoughts or sys.stdout.isatty()):
+            params, reading = asked.ruled(params), asked.reading(params)
+        else:
+            reading = None  # whoever reads the output takes it apart
+        generation = print_stream(engine, prompt, params, lead, reading, thoughts)
     except KeyboardInterrupt:
         print(flush=True)  # so that the shell's prompt stands on a line of its own
         raise
@@ -182,7 +191,11 @@ def _answer_together(
     from penstock.serve.together import Together
 
     together = Together(engine, prompt, params, count)
-    with contextlib.nullcontext() if as_json else live(engine, lambda: len(together.reads), streams=False):
+    with (
+        contextlib.nullcontext()
+        if as_json
+        else live(engine, lambda: (together.read_tokens, together.prediction.ttft_s), streams=False)
+    ):
         answers = together.answers()
     together.keep(answers)
     if as_json:
@@ -236,13 +249,16 @@ def read_prompt(prompt: str | None) -> str:
     return text.removesuffix("\n")
 
 
-def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> list[int]:
-    """The ids of a prompt, by the chat template unless `raw`. `system`: what stands before it. Raises BadRequest where
-    there is no template for that."""
+def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> Asked:
+    """A prompt, by the chat template unless `raw`. `system`: what stands before it. Raises BadRequest where there is no
+    template for that."""
+    from penstock.serve.api.chats import Chat as Asked
+    from penstock.serve.api.chats import chat_of
+
     if not raw and tokenizer.has_chat_template:
-        return tokenizer.encode_chat([*opening(system), {"role": "user", "content": text}])
+        return chat_of(tokenizer, [*opening(system), {"role": "user", "content": text}], None)
     if system is not None:
         raise BadRequest(f"{NO_TEMPLATE}: --system cannot be told apart from the prompt")
     if not raw:
         note(f"{NO_TEMPLATE}: it continues the prompt as it stands")
-    return tokenizer.encode(text)
+    return Asked(tokenizer.encode(text))

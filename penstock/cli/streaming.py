@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.cli.live import live
+from penstock.cli.live import DIM, live
 from penstock.cli.output import note, speed_line
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
+    from penstock.serve.tools.reading import Reading
 
 NO_TEMPLATE = "this model has no chat template"
 # Control characters are left out of a model's text, which must not move the cursor or rename the window.
@@ -43,23 +44,70 @@ def tell_speed(engine: Engine, generation: Generation, prediction: Prediction) -
     note(speed_line(generation, prediction))
 
 
+class Voice:
+    """Prints the parts of one answer: what is said, and what is thought dimmed, or not at all. `said`: so far."""
+
+    def __init__(self, write: Callable[[str, str], None], reading: Reading | None, thoughts: bool) -> None:
+        self._write, self._reading, self._thoughts = write, reading, thoughts
+        self._on_terminal, self._thinking = sys.stdout.isatty(), False
+        self.said = ""
+
+    def take(self, piece: str) -> None:
+        """Prints what a piece of the answer makes certain."""
+        if self._reading is None:
+            self._say(piece)
+        else:
+            self._parts(self._reading.push(piece))
+
+    def end(self) -> None:
+        """Prints what was held back."""
+        if self._reading is not None:
+            self._parts(self._reading.finish())
+
+    def _parts(self, parts: Iterable[object]) -> None:
+        from penstock.serve.tools.reading import Said, Thought
+
+        for part in parts:
+            if isinstance(part, Thought) and self._thoughts:
+                self._thinking = True
+                self._print(part.text, DIM if self._on_terminal else "")
+            elif isinstance(part, Said):
+                if self._thinking:
+                    self._print("\n\n", "")
+                self._thinking = False
+                self._say(part.text)
+
+    def _say(self, text: str) -> None:
+        self.said += text
+        self._print(text, "")
+
+    def _print(self, text: str, style: str) -> None:
+        self._write(text.translate(_CONTROLS) if self._on_terminal else text, style)
+
+
 def print_stream(
-    engine: Engine, ids: Sequence[int], params: SamplingParams, lead: str = "", heard: list[str] | None = None
-) -> Generation:
-    """Prints `lead` and the answer to a prompt as it comes, and returns the whole of it. `heard`: gets each piece, for
-    whoever breaks it off. Raises as `Engine.stream`."""
-    on_terminal = sys.stdout.isatty()
+    engine: Engine, ids: Sequence[int], params: SamplingParams, lead: str = "", reading: Reading | None = None,
+    thoughts: bool = True, heard: list[str] | None = None,
+) -> Generation:  # fmt: skip
+    """Prints `lead` and the answer to a prompt as it comes, and returns the whole of it. `reading`: takes apart what is
+    thought and said; `thoughts`: whether what is thought is shown. `heard`: gets what was said, also where it is broken
+    off. Raises as `Engine.stream`."""
 
-    def chunks() -> int:
-        return -(-(len(ids) - engine.holds(ids)) // engine.plan.chunk_rows)
+    def ahead() -> tuple[int, float]:
+        tokens = len(ids) - engine.holds(ids)
+        return tokens, tokens * engine.prediction.ttft_s / max(1, engine.ask.prompt_tokens)
 
-    with live(engine, chunks, streams=True) as shown:
+    with live(engine, ahead, streams=True) as shown:
         if lead:
             shown.write(lead)
-        for piece in engine.stream(ids, params):
+        voice = Voice(shown.write, reading, thoughts)
+        try:
+            for piece in engine.stream(ids, params):
+                voice.take(piece)
+            voice.end()
+        finally:
             if heard is not None:
-                heard.append(piece)
-            shown.write(piece.translate(_CONTROLS) if on_terminal else piece)
+                heard.append(voice.said)
     print(flush=True)
     assert engine.last is not None
     return engine.last

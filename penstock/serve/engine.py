@@ -192,7 +192,7 @@ class Engine:
         return answers
 
     def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        """Pieces of the answer's text as they become certain. When all are read, `last` is the whole Generation. The
+        """Pieces of the answer's text as they become certain. `last` is the Generation, which grows with them. The
         prompt goes on from what is left of earlier ones (`holds`). Raises as `generate`."""
         return self._turns.stream(self._streamed(prompt_ids, params))
 
@@ -205,10 +205,10 @@ class Engine:
         ids = checked_ids(prompt_ids, self.plan)
         how: Any = {"starts": [self.holds(ids)], "guides": [self.guide(params)]}
         run = Answering(self.session, self.tokenizer, [ids], params, streams=True, **how)
+        self.last = run.answers[0]
         for _, piece in run.pieces():
             if piece:
                 yield piece
-        self.last = run.answers[0]
 
     def renew(self) -> Renewed | None:
         """The promise by what disk and RAM give now, which takes some 20 ms, or a few tenths of a second where it

@@ -32,6 +32,11 @@ class Together:
         self.batch = engine.plan.at_once(count, len(ids) + params.max_tokens)
         self.reads = first_passes(engine.plan, ids, self.batch, params.max_tokens)
 
+    @property
+    def read_tokens(self) -> int:
+        """How many tokens of prompts the passes in `reads` have."""
+        return sum(batch.total_rows for p in self.reads for batch in p.batches if p.purpose == "prefill")
+
     @cached_property
     def prediction(self) -> Prediction:
         engine, packed = self._engine, self._engine.packed

@@ -6,12 +6,19 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from penstock.cli.completion import script
 from penstock.cli.main import app
 from tests.cpu.commands import here
+
+
+def made(shell: str) -> str:
+    group: Any = typer.main.get_command(app)
+    return script(shell, group.commands)
 
 
 def completed(text: str, *words: str) -> list[str]:
@@ -24,7 +31,7 @@ def completed(text: str, *words: str) -> list[str]:
 
 
 def test_bash_completes_commands_and_flags() -> None:
-    text = script("bash")
+    text = made("bash")
     names = {command.name for command in app.registered_commands}
     assert set(completed(text, "penstock", "")) == names | {"--help", "--version"}
     assert completed(text, "penstock", "pr") == ["profile", "probe", "prune"]
@@ -36,7 +43,7 @@ def test_bash_completes_commands_and_flags() -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells(shell: str) -> None:
-    text = script(shell)
+    text = made(shell)
     assert "host-memory" in text and "train-predictors" in text
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here to read it")
@@ -52,7 +59,7 @@ def test_installed_where_the_shell_looks(
     file = tmp_path / ".local/share/bash-completion/completions/penstock"
     for _ in range(2):
         done = here(capsys, "completion")
-        assert done.code == 0 and str(file) in done.err and file.read_text() == script("bash")
+        assert done.code == 0 and str(file) in done.err and file.read_text() == made("bash")
     file.write_text("mine")
     assert here(capsys, "completion").code == 2 and file.read_text() == "mine"
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

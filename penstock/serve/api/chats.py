@@ -18,7 +18,8 @@ from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, Writing
 @dataclass(frozen=True)
 class Chat:
     """`ids`: the prompt. `writing`: how the answer may call tools, or has channels; None for neither. `thinks`: whether
-    the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that."""
+    the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that. `text`: the prompt
+    as text."""
 
     ids: list[int]
     tools: Tools | None = None
@@ -26,6 +27,7 @@ class Chat:
     writing: Writing | None = None
     thinks: bool = False
     thinking: bool = False
+    text: str = ""
 
     def ruled(self, params: SamplingParams) -> SamplingParams:
         """How tokens are chosen, so that calls are calls of the tools. Raises BadRequest where a client asks for a form
@@ -64,7 +66,7 @@ def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Too
         writing = tokenizer.writing or HERMES
     channels = writing is not None and writing.channels
     thinking = tokenizer.thinks and text.rstrip().endswith(THINK)
-    return Chat(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking)
+    return Chat(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking, text)
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
