@@ -108,7 +108,9 @@ class Session:
         self.loads = 0  # how many loads these were
         self.held = Held()  # what its sequences hold
         self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
-        self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
+        # Passes that were begun, and late saves that failed: who finds another number than before knows that KV is no
+        # more what it was.
+        self.passes = 0
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
@@ -342,8 +344,9 @@ class Session:
             try:
                 self._tell(self._executor.drain(), None)
             except PenstockError:  # a load for a pass that never came; a broken disk fails the next pass too
-                if self._saves_late:  # or KV that was not saved, which nobody may find again
+                if self._saves_late:  # or KV that was not saved, which nobody may find again, a service neither
                     self.held.forget()
+                    self.passes += 1
                 self._start_over()
 
     def _start_over(self) -> None:
@@ -362,7 +365,9 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        return self._traffic.counted(self.lowering.step(p, self._asked))
+        # A timeline tells of each task's own bytes, so it is made of tasks that have them.
+        by_batches = self._binding.by_batches and self.device is None and not self.watchers
+        return self._traffic.counted(self.lowering.step(p, self._asked, by_batches))
 
     def _asked(self, call: Call) -> Sequence[Sequence[int]]:
         """The answer of a router's call, whose task is done first."""

@@ -278,3 +278,16 @@ def test_stop_strings(pieces, stops):
     given_out += finder.finish()
     assert given_out == stop_by_brute_force(text, stops)
     assert (finder.hit is not None) == any(stop in text for stop in stops)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_whole_answers_say_what_streams_do(kind, data):
+    tokenizer = opened(kind)
+    ids = data.draw(st.lists(st.integers(-1, tokenizer.size + 1), max_size=30))
+    for skip_special in (True, False):
+        stream, whole = tokenizer.stream(False, skip_special), tokenizer.stream(True, skip_special)
+        pieces = [push(stream, i) for i in ids] + [stream.finish()]
+        for token in ids:
+            whole.take(token)
+        assert whole.text() + whole.finish() == "".join(pieces)
