@@ -287,7 +287,5 @@ def test_whole_answers_say_what_streams_do(kind, data):
     ids = data.draw(st.lists(st.integers(-1, tokenizer.size + 1), max_size=30))
     for skip_special in (True, False):
         stream, whole = tokenizer.stream(False, skip_special), tokenizer.stream(True, skip_special)
-        pieces = [push(stream, i) for i in ids] + [stream.finish()]
-        for token in ids:
-            whole.take(token)
-        assert whole.text() + whole.finish() == "".join(pieces)
+        texts = ["".join([*(push(each, i) for i in ids), each.finish()]) for each in (stream, whole)]
+        assert texts[0] == texts[1]
