@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 class Engine:
     """One model, planned and loaded. `solved`: the plan, its prediction and its reasons. `machine`: the figures that
-    the plan was made with. `notes`: lines about the device for the user.
+    the plan was made with. `lately`: these as measured, and by runs of the last days. `notes`: lines about the device
+    for the user.
 
     Threads may share it. A call waits until the calls and streams of other threads have ended. A thread that holds an
     open stream gets BadRequest from every other call, until that stream is read to its end, closed or collected.
@@ -51,6 +52,7 @@ class Engine:
 
     def __init__(self, packed: Packed, planned: Planned, session: Session) -> None:
         self.packed, self.session, self.ask, self.machine = packed, session, planned.ask, planned.chosen.machine
+        self.lately = planned.lately
         device = session.device
         reasons = (*planned.solved.reasons, session.kernels, *planned.device_reasons(device))
         self.solved = replace(planned.solved, reasons=reasons)
@@ -223,7 +225,7 @@ class Engine:
         """The error band of the prediction, from earlier runs on this machine."""
         if self._machine_file is None:
             return Band()
-        return error_band(self._machine_file, self.machine, self.prediction, self.plan, self.ask.batch)
+        return error_band(self._machine_file, self.lately.measured, self.prediction, self.plan, self.ask.batch)
 
     def held(self) -> AbstractContextManager[None]:
         """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest
@@ -240,4 +242,5 @@ class Engine:
         than the plan's."""
         if self._machine_file is not None:
             prediction = foreseen or self.prediction
-            note_run(self._machine_file, self.machine, self.plan, prediction, generation, reads)
+            measured = self.lately.measured
+            note_run(self._machine_file, measured, self.plan, prediction, generation, reads, self.machine)
