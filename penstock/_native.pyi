@@ -356,4 +356,9 @@ class Program(_Ops):
         """Replaces the experts of the latest call for experts, and where their weights lie. Raises ValueError where
         there is no such call, or as that call."""
 
+    def follow(self, counts: int) -> None:
+        """Ops that are written down from now on have as many rows as `counts` says whenever they run: the address of
+        int32 [3], the rows, rows with logits and sequences of their batch. 0: as many as when they were written
+        down."""
+
     def run(self) -> None: ...
