@@ -34,6 +34,7 @@ from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
 from penstock.spec.places import DISK
 from penstock.store.packed import Packed, open_packed
+from penstock.store.pooling import of_packed
 from penstock.store.predictors import with_predictors
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Engine:
         self._guide_bytes = planned.how.guide_bytes
         self.last: Generation | None = None
         self._source: Source | None = None
+        self.pooling = of_packed(packed.folder)
 
     @classmethod
     def open(cls, source: Source, ask: Ask, how: Loading, on_progress: Progress | None = None) -> Engine:
