@@ -251,9 +251,8 @@ def _searched(policy: Policy) -> Policy:
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
         spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
-        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).get("device")
-        if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
-            best = found
+        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).values()
+        best = min((*found, *([best] if best else [])), key=lambda policy: policy.seconds_a_sequence, default=None)
     assert best is not None
     shape, where = best.shape, best.solution.policy
     return policy._replace(

@@ -27,14 +27,12 @@ from penstock.planner.solve.flexgen.program import (
     Shares,
     evaluate,
     lanes,
-    settled,
     solve,
 )
 from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
-from penstock.spec.machine import Sharing
 from penstock.spec.places import GPU
 from penstock.units import GIB, TIB
 from tests.pure.policy_cases import CASES, FP16, random_case
@@ -127,19 +125,22 @@ def test_of_many_sizes_a_few_tell_the_best(seed: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(flexgen, "_MANY_SIZES", 1000)
     every = search(Problem(ask, spec, fmt, machine))
     assert some.keys() == every.keys()
-    for attends, found in every.items():
-        assert some[attends].seconds_a_sequence <= found.seconds_a_sequence * 1.02
+    for way in ATTENDS:
+        few_s, every_s = (
+            min((policy.seconds_a_sequence for (attends, _), policy in found.items() if attends == way), default=0.0)
+            for found in (some, every)
+        )
+        assert few_s <= every_s * 1.02
 
 
 def real_programs() -> Iterator[tuple[Shape, Mode, PolicyProgram]]:
-    """Of random machines and models, in every mode. Linear: nobody slows another, nor waits."""
+    """Of random machines and models, in every mode."""
     for seed in range(CASES):
         ask, spec, fmt, machine = random_case(seed)
-        machine = replace(machine, sharing=())
         shape = random.Random(seed).choice(list(shapes(Problem(ask, spec, fmt, machine))))
         terms = Terms(shape)
         for mode in modes(shape):
-            yield shape, mode, replace(terms.program(mode), ring_layers=0.0)
+            yield shape, mode, terms.program(mode)
 
 
 @pytest.mark.fuzz
@@ -193,13 +194,6 @@ def test_a_stage_takes_as_long_as_its_busiest_lane() -> None:
         assert set(lanes(stage, policy)) == set(LANES)
         assert (found.t_pre_s, found.t_gen_s, found.busiest) == (2.0, 2.0, (slow, slow))
         assert found.seconds == pytest.approx(2.0 * 10 + 2.0 * 31 * 10)
-
-
-def test_lanes_that_share_ram_slow_each_other() -> None:
-    program = replace(random_program(random.Random(5)), sharing=(Sharing("host", READ, 1.5),))
-    policy = Policy(ONE, ONE, ONE)
-    alone, together = evaluate(program, policy), settled(program, policy)
-    assert alone.seconds <= together.seconds <= 1.5 * alone.seconds
 
 
 def test_the_memory_of_opt_175b() -> None:
