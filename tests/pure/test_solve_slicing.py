@@ -174,11 +174,12 @@ def test_r_cg_is_right_where_it_is_simulated(machine: MachineSpec, lane: str, fa
     machine = slower(machine, lane, factor)
     ask = settle_context(Ask(context=512), LLAMA_1B)
     skeleton = device_skeleton(Problem(ask, LLAMA_1B, BF16, machine), 64, len(LLAMA_1B.layers), lifted=0.0)
-    estimate = Estimate(LayerWork(Problem(ask, LLAMA_1B, BF16, machine)), 64, Shares(), len(LLAMA_1B.layers), True)
+    work = LayerWork(Problem(ask, LLAMA_1B, BF16, machine))
+    estimate = Estimate(work, 64, Shares(), len(LLAMA_1B.layers), True)
     lifted = estimate.lifted()
     found = decode_s(skeleton, lifted[0])
     assert found <= 1.04 * min(decode_s(skeleton, i / 8) for i in range(9))
-    assert found == pytest.approx(estimate.decode_s(lifted), rel=0.1)
+    assert found == pytest.approx(estimate.pass_s(work.decode(), lifted), rel=0.1)
 
 
 def test_the_link_slows_the_cpu_down() -> None:

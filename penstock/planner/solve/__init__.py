@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
-from penstock.graph.arenas import Layout
 from penstock.planner.firing import Firing, foretold_of
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
+from penstock.planner.reasons import shared_pages
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import Kept, quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
@@ -28,7 +28,6 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import Tier
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def solve(
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
-    reasons += shared_reason(plan) + firing_reason(plan, firing)
+    reasons += shared_pages(plan) + firing_reason(plan, firing)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(
         plan, prediction, reasons, strategy, (chosen, *others),
@@ -244,17 +243,3 @@ def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
     equal_s = min(seconds, least_s) * _EQUAL
     at_best = _rank(least_s, reads_bytes(plan) / sequences(plan, ask), equal_s)
     return _rank(seconds, rival.prediction.disk_bytes_per_token, equal_s) <= at_best
-
-
-def shared_reason(plan: Plan) -> tuple[str, ...]:
-    """A sentence about pages that sequences share, where they do."""
-    if not plan.kv_pages:
-        return ()
-    seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
-    tokens = plan.kv_pages * plan.page_tokens
-    pool_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
-    whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.kv.pages_per_seq
-    return (
-        f"KV room for {tokens} tokens of {seqs} sequences together, in pages of {plan.page_tokens} that are handed out"
-        f" as they grow: {format_bytes(pool_bytes)}, where whole contexts would take {format_bytes(whole_bytes)}",
-    )

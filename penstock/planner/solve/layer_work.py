@@ -227,62 +227,33 @@ class Estimate:
     first layers. `head`: the head is at home on the device. `reads`: whether a pass reads from a disk."""
 
     def __init__(self, work: LayerWork, chunk_rows: int, shares: Shares, attention_layers: int, head: bool) -> None:
-        problem = work.problem
-        self._output_tokens, self._ffn_there = problem.ask.output_tokens, shares.ffn
-        self._layers, self.reads = problem.layers, shares.disk > 0
-        kinds: dict[tuple[Layer, bool], list[int]] = {}
-        for i, layer in enumerate(problem.spec.layers):
-            kinds.setdefault((layer, i < attention_layers), []).append(i)
-
-        def periods(step: Step) -> list[_Period]:
-            alike = []
-            for (layer, attends), numbers in kinds.items():
-                each = shares if attends else replace(shares, attention=0.0, attends=False, kv_away=False)
-                alike.append(_Period(tuple(numbers), work.ffn(layer, step, each), work.disk_s(layer, each)))
-            return alike
-
-        decode = work.decode()
-        self._decode, self._decode_ends_s = periods(decode), work.ends_s(decode, head)
-        self._prompts = [(count, periods(step), work.ends_s(step, head)) for step, count in work.chunks(chunk_rows)]
+        self._work, self._head, self._r_gg, self.reads = work, head, shares.ffn, shares.disk > 0
+        self._chunks = list(work.chunks(chunk_rows))
+        self._alike: dict[tuple[Layer, Shares], list[int]] = {}  # → the numbers of these layers
+        cpu_attends = replace(shares, attention=0.0, attends=False, kv_away=False)
+        for i, layer in enumerate(work.problem.spec.layers):
+            self._alike.setdefault((layer, shares if i < attention_layers else cpu_attends), []).append(i)
 
     def lifted(self) -> tuple[float, ...]:
         """For each layer, of the FFN outside device memory, the share that the link had best lift in decode:
         r_CG / (1 - r_GG)."""
-        outside = 1 - self._ffn_there
-        if outside <= 0:
-            return (0.0,) * self._layers
-        lifted = [0.0] * self._layers
-        for layers, block, _ in self._decode:
-            share = min(1.0, best_r_cg(block, self._ffn_there)[0] / outside)
-            for i in layers:
-                lifted[i] = share
-        return tuple(lifted)
-
-    def decode_s(self, lifted: tuple[float, ...]) -> float:
-        """Seconds of a decode pass. `lifted`: for each layer a share, as `lifted()` gives it."""
-        return self._pass_s(self._decode, lifted) + self._decode_ends_s
-
-    def prompts_s(self, lifted: tuple[float, ...], prompts: bool) -> float:
-        """Seconds of all prompts. `prompts`: the device computes the CPU's granules too where a prompt is read."""
-        shares = (1.0,) * self._layers if prompts else lifted
-        return sum(count * (self._pass_s(periods, shares) + ends_s) for count, periods, ends_s in self._prompts)
+        outside, best = 1 - self._r_gg, dict[int, float]()
+        for (layer, shares), numbers in self._alike.items() if outside > 0 else ():
+            block = self._work.ffn(layer, self._work.decode(), shares)
+            best |= dict.fromkeys(numbers, min(1.0, best_r_cg(block, self._r_gg)[0] / outside))
+        return tuple(best.get(i, 0.0) for i in range(self._work.problem.layers))
 
     def seconds(self, lifted: tuple[float, ...], prompts: bool) -> float:
-        """Seconds of all answers, which either objective minimises."""
-        return self.prompts_s(lifted, prompts) + self.decode_s(lifted) * self._output_tokens
+        """Seconds of all answers, which either objective minimises. `lifted`: for each layer a share, as `lifted()`
+        gives it. `prompts`: the device computes the CPU's granules too where a prompt is read."""
+        read = (1.0,) * len(lifted) if prompts else lifted
+        prompts_s = sum(count * self.pass_s(step, read) for step, count in self._chunks)
+        return prompts_s + self.pass_s(self._work.decode(), lifted) * self._work.problem.ask.output_tokens
 
-    def _pass_s(self, periods: list[_Period], lifted: tuple[float, ...]) -> float:
-        r_gg, total = self._ffn_there, 0.0
-        for layers, block, disk_s in periods:
-            r_cg = lifted[layers[0]] * (1 - r_gg)
-            total += len(layers) * max(disk_s, block.period_s(r_cg, r_gg))
-        return total
-
-
-class _Period(NamedTuple):
-    """The period of layers that are alike. `layers`: their numbers; `block`, `disk_s`: the FFN of one of them, and the
-    seconds that it reads from the disk."""
-
-    layers: tuple[int, ...]
-    block: FfnBlock
-    disk_s: float
+    def pass_s(self, step: Step, lifted: tuple[float, ...]) -> float:
+        """Seconds of a pass."""
+        total = 0.0
+        for (layer, shares), numbers in self._alike.items():
+            period_s = self._work.ffn(layer, step, shares).period_s(lifted[numbers[0]] * (1 - self._r_gg), self._r_gg)
+            total += len(numbers) * max(self._work.disk_s(layer, shares), period_s)
+        return total + self._work.ends_s(step, self._head)

@@ -95,24 +95,6 @@ def _hotter(problem: Problem, stays: Resident, left: int) -> Resident:
     return stays | {part.key: min(part.granules, stays[part.key] + left // each) for part in parts}
 
 
-def reason(plan: Plan) -> str:
-    """A sentence about what stays of FFNs."""
-    parts, asked = plan.parts, [unit for unit in plan.units if unit.asked]
-    granules = sum(part.granules for part in parts.values() if part.kind == "ffn")
-    share = 1 - sum(unit.hi - unit.lo for unit in asked) / granules
-    hot = f"{share:.0%} of the FFNs' neurons stay whole in memory, the first ones"
-    slots = sum(unit.recent_slots for unit in asked)
-    if slots:
-        of = sum(hi - lo for lo, hi in map(plan.unit_rows, asked))
-        hot += f"; slots for {slots / of:.0%} of the others' records keep those that were asked for most and lately"
-    if plan.sparsity == "predict":
-        return f"{hot}; while decoding the disk is asked for the records of the others that predictors call active"
-    return (
-        f"{hot}; of the others what is activated stays, and while decoding the disk is asked for the records of those"
-        " that fire"
-    )
-
-
 def _asked(plan: Plan, problem: Problem, recent: float) -> Plan:
     """The plan with every FFN unit on the disk asked for, with slots for the share `recent` of its records."""
     ffns = {part.key for part in problem.of_kind("ffn")}
