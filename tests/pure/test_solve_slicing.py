@@ -17,12 +17,11 @@ from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.solve import scheinfer, settle_context
-from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares, Step
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
-from penstock.planner.solve.skeleton import Skeleton, device_skeleton
-from penstock.planner.solve.slicing import (
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares, Step
+from penstock.planner.solve.scheinfer.slicing import (
     FfnBlock,
     Lanes,
     Option,
@@ -32,6 +31,7 @@ from penstock.planner.solve.slicing import (
     best_r_cg,
     finish_s,
 )
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing

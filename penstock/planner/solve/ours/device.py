@@ -15,9 +15,9 @@ from typing import NoReturn
 from penstock.planner.reasons import beside_device
 from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
-from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU, HOST, Tier

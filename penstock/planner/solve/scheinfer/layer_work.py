@@ -22,8 +22,8 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.fill import all_of
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.planner.solve.skeleton import RING_BYTES, device_skeleton
-from penstock.planner.solve.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
