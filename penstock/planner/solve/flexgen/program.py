@@ -21,19 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.planner.solve import highs
-from penstock.spec.places import CPU, DISK, GPU
+from penstock.spec.places import DISK, GPU
 
 KINDS = ("weights", "kv", "acts")
 READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = (
     DISK.reads, DISK.writes, GPU.to_device, GPU.to_host, "compute",
 )  # fmt: skip
-EXECUTORS = (GPU.kernels, CPU)  # lanes whose seconds add up to COMPUTE
 _LEAST_SHARE = 1e-6  # HiGHS may return a smaller share where it means zero
 
 Shares = tuple[float, float, float]
@@ -55,36 +53,25 @@ class Policy:
 
 class Line(NamedTuple):
     """A linear function of a policy: constant + Σ coefficient · share. It gives the seconds of a lane, or the bytes of
-    a tier. `weights`, `kv`, `acts`: the coefficients of the kinds.
-
-    A search adds a hundred thousand lines, so each addend is written out: loops over the shares took a fifth of the
-    seconds that planning 10,000 sequences took."""
+    a tier. `weights`, `kv`, `acts`: the coefficients of the kinds."""
 
     constant: float = 0.0
     weights: Shares = _NOTHING
     kv: Shares = _NOTHING
     acts: Shares = _NOTHING
 
-    def at(self, policy: Policy) -> float:
-        """The value for a policy."""
-        (a, b, c), (d, e, f), (g, h, i) = self.weights, self.kv, self.acts
-        (r, s, t), (u, v, w), (x, y, z) = policy.weights, policy.kv, policy.acts
-        return self.constant + (a * r + b * s + c * t + d * u + e * v + f * w + g * x + h * y + i * z)
-
     @property
     def vector(self) -> tuple[float, ...]:
         return (*self.weights, *self.kv, *self.acts)
 
+    def at(self, policy: Policy) -> float:
+        """The value for a policy."""
+        return self.constant + sum(a * share for a, share in zip(self.vector, policy.vector, strict=True))
+
     def plus(self, other: Line, times: float = 1.0) -> Line:
         """The sum of this line and `times` the other."""
-        (a, b, c), (d, e, f), (g, h, i) = self.weights, self.kv, self.acts
-        (r, s, t), (u, v, w), (x, y, z) = other.weights, other.kv, other.acts
-        return Line(
-            self.constant + times * other.constant,
-            (a + times * r, b + times * s, c + times * t),
-            (d + times * u, e + times * v, f + times * w),
-            (g + times * x, h + times * y, i + times * z),
-        )
+        pairs = zip(self.vector, other.vector, strict=True)
+        return Line(self.constant + times * other.constant, *_by_kind([a + times * b for a, b in pairs]))
 
     def times(self, factor: float) -> Line:
         """The line with all its values multiplied."""
@@ -97,7 +84,7 @@ def _by_kind(numbers: Sequence[float]) -> tuple[Shares, Shares, Shares]:
     return (a, b, c), (d, e, f), (g, h, i)
 
 
-Stage = Mapping[str, Line]  # lane → seconds of a layer. Instead of COMPUTE it has the lanes of EXECUTORS
+Stage = Mapping[str, Line]  # lane → seconds of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +116,7 @@ class PolicyProgram:
     @property
     def least_s(self) -> float:
         """A lower bound of T: on each lane every kind is in its cheapest tier."""
-        each = (_by_lane(stage).values() for stage in self.stages)
-        return self.total_s(*(max(sum(_least(line, self) for line in lines) for lines in by_lane) for by_lane in each))
+        return self.total_s(*(max(_least(line, self) for line in stage.values()) for stage in self.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +131,6 @@ class Solution:
     busiest: tuple[str, str]
 
 
-def lanes(stage: Stage, policy: Policy) -> dict[str, float]:
-    """Lane → seconds of a layer, of the five lanes and of other lines."""
-    return {lane: sum(line.at(policy) for line in lines) for lane, lines in _by_lane(stage).items()}
-
-
 def solve(program: PolicyProgram, kv: Shares | None = None) -> Solution | None:
     """The optimum, or the optimum of the policies whose KV has the shares `kv`. None if nothing fits. Raises
     InternalError if HiGHS fails."""
@@ -159,16 +140,9 @@ def solve(program: PolicyProgram, kv: Shares | None = None) -> Solution | None:
 
 def evaluate(program: PolicyProgram, policy: Policy) -> Solution:
     """T of a policy, and the lanes that decide it."""
-    pre, gen = (max(lanes(stage, policy).items(), key=itemgetter(1)) for stage in program.stages)
-    return Solution(policy, program.total_s(pre[1], gen[1]), pre[1], gen[1], (pre[0], gen[0]))
-
-
-def _by_lane(stage: Stage) -> dict[str, list[Line]]:
-    """Lane → its lines. COMPUTE has the lines of both executors."""
-    by_lane: dict[str, list[Line]] = {lane: [] for lane in LANES}
-    for name, line in stage.items():
-        by_lane.setdefault(COMPUTE if name in EXECUTORS else name, []).append(line)
-    return by_lane
+    each = ({lane: line.at(policy) for lane, line in stage.items()} for stage in program.stages)
+    (pre, t_pre_s), (gen, t_gen_s) = (max(seconds.items(), key=itemgetter(1)) for seconds in each)
+    return Solution(policy, program.total_s(t_pre_s, t_gen_s), t_pre_s, t_gen_s, (pre, gen))
 
 
 def _least(line: Line, program: PolicyProgram) -> float:
@@ -188,8 +162,7 @@ def _optimum(program: PolicyProgram, kv: Shares | None) -> Policy | None:
     scale, every = max(program.least_s, 1e-12), range(11)
     rows = []
     for stage, seconds in ((program.prefill, (-1.0, 0.0)), (program.decode, (0.0, -1.0))):
-        for lines in _by_lane(stage).values():
-            line = reduce(Line.plus, lines, Line())
+        for line in stage.values():
             rows.append(highs.Row(-inf, -line.constant / scale, every, [*(x / scale for x in line.vector), *seconds]))
     for line, capacity in program.memory.values():
         unit = max(capacity, 1.0)

@@ -35,7 +35,7 @@ from penstock.graph.tasks import Pass
 from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import NEAR, Shape
 from penstock.spec.model import Layer
-from penstock.spec.places import DISK, GPU, HOST
+from penstock.spec.places import CPU, DISK, GPU, HOST
 
 Tiers = tuple[bool, bool, bool]
 _ARENAS = 8  # a tier has so many arenas at most, and each is rounded up to whole huge pages
@@ -116,7 +116,7 @@ class Terms:
         kinds = Counter(shape.problem.spec.layers)
         for p, count in counts.items():
             pause_s = shape.problem.cost.between_passes_s
-            total[shape.main] = total[shape.main].plus(lp.Line(pause_s), count)
+            total[lp.COMPUTE] = total[lp.COMPUTE].plus(lp.Line(pause_s), count)
             for batch, batches in Counter(batch._replace(id=0) for batch in p.batches).items():
                 often = {BATCH: count * batches, ONCE: count if batch == p.batches[0]._replace(id=0) else 0}
                 for layer, alike in kinds.items():
@@ -192,8 +192,9 @@ def _seconds(
     )  # fmt: skip
     total_s = defaultdict[Often, float](float)
     for task in Lowering(few.plan(weights, kv)).step(Pass(purpose, (batch,), None)):
-        lane, seconds = task.lanes[0], cost.seconds(task)
-        of_batch_s = 0.0 if task.calls[0].batch is None else seconds - cost.task_s(lane)
+        seconds = cost.seconds(task)
+        of_batch_s = 0.0 if task.calls[0].batch is None else seconds - cost.task_s(task.lanes[0])
+        lane = lp.COMPUTE if task.lanes[0] in (GPU.kernels, CPU) else task.lanes[0]
         total_s[BATCH, lane] += of_batch_s
         total_s[ONCE, lane] += seconds - of_batch_s
     return total_s
