@@ -9,7 +9,7 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -59,7 +59,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def app(names: tuple[str, ...] = tuple(COMMANDS)) -> typer.Typer:
     """The program with these commands."""
     # Without rich: to import it takes as long as all the rest of `penstock --help`.
     program = typer.Typer(
@@ -129,7 +129,7 @@ def _mend_streams() -> None:
 
 
 def _invoke(args: list[str]) -> int:
-    group = typer.main.get_command(app(args[:1] if args[0] in COMMANDS else COMMANDS))
+    group = typer.main.get_command(app((args[0],)) if args[0] in COMMANDS else app())
     try:
         with group.make_context("penstock", args) as context:
             group.invoke(context)
