@@ -35,7 +35,7 @@ class _Tracked(dict[str, bool]):
         return tracked
 
 
-class _Open:
+class _OpenTask:
     """A task still taking calls."""
 
     __slots__ = ("after", "calls", "id", "lanes", "reads", "writes")
@@ -58,7 +58,7 @@ class Emitter:
         self._tracked = _Tracked()
         # Lane → other lane → the latest task there that it has waited for.
         self._waited_for: dict[Lane, dict[Lane, int]] = {}
-        self._open: dict[Lane, _Open] = {}
+        self._open: dict[Lane, _OpenTask] = {}
         self._next_id = 0
         self._closed: list[Task] = []
         # For lane A: the last adopted task of lane B that A's next task must wait for.
@@ -87,7 +87,7 @@ class Emitter:
         like = self._like(task) if self._likens and lane == CPU else -1
         self._closed.append(Task(task.id, task.lanes, *calls_and_sums, task.after, like))
 
-    def _like(self, task: _Open) -> int:
+    def _like(self, task: _OpenTask) -> int:
         """The id of an earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
         if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
             return -1
@@ -196,7 +196,7 @@ class Emitter:
         if waits:
             self.close(lane)
         if lane not in self._open:
-            self._open[lane] = _Open(self._next_id, lanes, tuple(sorted(waits.values())))
+            self._open[lane] = _OpenTask(self._next_id, lanes, tuple(sorted(waits.values())))
             self._next_id += 1
         current = self._open[lane]
         current.calls.append(call)

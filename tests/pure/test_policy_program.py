@@ -28,7 +28,7 @@ from penstock.planner.solve.flexgen.program import (
     evaluate,
     solve,
 )
-from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
@@ -106,13 +106,13 @@ def test_the_program_is_never_worse_than_a_grid() -> None:
     assert 0 < infeasible < CASES / 2
 
 
-def shapes(problem: Problem) -> Iterator[Shape]:
+def shapes(problem: Problem) -> Iterator[BlockShape]:
     """All that a search may try."""
     ask, main = problem.ask, GPU.executor if problem.device_bytes else "host"
     for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
         for chunk_rows in flexgen.chunk_options(ask, gpu_batch):
             for attends in ATTENDS if main == GPU.executor else ("device",):
-                yield Shape(problem, main, gpu_batch, batches, chunk_rows, attends)
+                yield BlockShape(problem, main, gpu_batch, batches, chunk_rows, attends)
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -131,7 +131,7 @@ def test_of_many_sizes_a_few_tell_the_best(seed: int, monkeypatch: pytest.Monkey
         assert few_s <= every_s * 1.02
 
 
-def real_programs() -> Iterator[tuple[Shape, Mode, PolicyProgram]]:
+def real_programs() -> Iterator[tuple[BlockShape, Mode, PolicyProgram]]:
     """Of random machines and models, in every mode."""
     for seed in range(CASES):
         ask, spec, fmt, machine = random_case(seed)

@@ -19,7 +19,7 @@ from penstock.planner.solve import settle_context
 from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.flexgen import BATCH_STEP, blocks, candidates, chunk_options, plan_of, search
 from penstock.planner.solve.flexgen.program import Shares
-from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, kv_layers, split_granules, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, kv_layers, split_granules, whole_layers
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.machine import Capacity
@@ -100,7 +100,7 @@ def drawn(r: random.Random, problem: Problem) -> list[Plan]:
     for _ in range(8 * DRAWN):
         gpu_batch, batches = r.choice(blocks(problem.ask.batch, whole=False))
         attends = r.choice(ATTENDS[:2]) if problem.device_bytes else "device"
-        shape = Shape(problem, main, gpu_batch, batches, r.choice(chunk_options(problem.ask, gpu_batch)), attends)
+        shape = BlockShape(problem, main, gpu_batch, batches, r.choice(chunk_options(problem.ask, gpu_batch)), attends)
         weights, kv = (random_shares(r, free) for free in r.choice(list(modes(shape))))
         kv = r.choice(whole_layers(problem.layers, kv, shape.moved_tier) or [kv])
         plan = shape.plan(weights, kv)
@@ -144,7 +144,9 @@ def test_any_shares_are_a_plan(device: bool, attends: str) -> None:
         ask, spec, fmt, machine = small_case(seed, device)
         batches = r.choice((1, 2))
         main = GPU.executor if device else "host"
-        shape = Shape(Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends)
+        shape = BlockShape(
+            Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends
+        )
         for mode in modes(shape):
             weights, kv = (random_shares(r, free) for free in mode)
             plan = shape.plan(weights, kv)
@@ -169,7 +171,7 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
     """With its projections on the device: q goes down and the result comes up, K and V are saved once, nothing is
     loaded; where the prompt begins the device attends by itself."""
     ask, spec, fmt, machine = random_case(1, device=True)
-    shape = Shape(Problem(ask, spec, fmt, machine), GPU.executor, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
+    shape = BlockShape(Problem(ask, spec, fmt, machine), GPU.executor, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
     plan = shape.plan(ONE, (0.0, 1.0, 0.0))
     lowering, seqs = Lowering(plan), range(8)
     prompt = [c for p in passes.prompts(plan, seqs, (ask.prompt_tokens,) * 8, passes.DECODE)

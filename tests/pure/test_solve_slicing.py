@@ -20,7 +20,7 @@ from penstock.planner.solve import scheinfer, settle_context
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
-from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares, Step
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
 from penstock.planner.solve.scheinfer.slicing import (
     FfnBlock,
     Lanes,
@@ -188,7 +188,7 @@ def test_the_link_slows_the_cpu_down() -> None:
     crowded = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 3.0),))
 
     def block(machine: MachineSpec) -> FfnBlock:
-        step = Step("decode", 1, 1, 100)
+        step = PassSize("decode", 1, 1, 100)
         found = LayerWork(Problem(ask, LLAMA_1B, BF16, machine)).ffn(LLAMA_1B.layers[0], step, Shares())
         return replace(found, lanes=replace(found.lanes, ahead_s=0.0))
 

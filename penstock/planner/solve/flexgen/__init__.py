@@ -22,7 +22,7 @@ from typing import NamedTuple
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
 from penstock.planner.solve.flexgen import program as lp
-from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -47,7 +47,7 @@ CANNOT_RUN = "attention on the CPU with its projections on the device"
 class BestPolicy(NamedTuple):
     """The best policy of a mode. `solution`: the program's, with KV in whole layers."""
 
-    shape: Shape
+    shape: BlockShape
     solution: lp.Solution
 
     @property
@@ -56,7 +56,7 @@ class BestPolicy(NamedTuple):
         return a_sequence(self.shape, self.solution.seconds)
 
 
-def a_sequence(shape: Shape, block_s: float) -> float:
+def a_sequence(shape: BlockShape, block_s: float) -> float:
     """Seconds a sequence, if a block takes `block_s` seconds."""
     return block_s * -(-shape.problem.ask.batch // shape.block) / shape.problem.ask.batch
 
@@ -88,7 +88,7 @@ def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[Way, Best
     return policies
 
 
-def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape]) -> dict[Way, BestPolicy]:
+def _best(problem: Problem, main: Executor, attends: str, like: Sequence[BlockShape]) -> dict[Way, BestPolicy]:
     """The best policies of all blocks, for one way to attend.
 
     Thousands of sequences have many sizes of a block. The seconds of a sequence are smooth in the size of the block,
@@ -106,7 +106,7 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
         ]
     while trying:
         for gpu_batch, batches, chunk_rows in trying:
-            terms = Terms(Shape(problem, main, gpu_batch, batches, chunk_rows, attends))
+            terms = Terms(BlockShape(problem, main, gpu_batch, batches, chunk_rows, attends))
             for mode in modes(terms.shape):
                 known = best.get((attends, mode))
                 policy = place(terms, mode, known.seconds_a_sequence if known else inf)
@@ -118,7 +118,7 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[Shape])
     return best
 
 
-def _alike(size: tuple[int, int, int], shape: Shape) -> bool:
+def _alike(size: tuple[int, int, int], shape: BlockShape) -> bool:
     """Whether a block has about as many sequences as a shape's block, or about half or twice as many in the same number
     of batches. Its chunks do not matter. `size`: sequences of a batch, batches, rows of a chunk."""
     gpu_batch, batches, _ = size
@@ -152,7 +152,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float = inf) -> BestPolicy | 
     return BestPolicy(shape, best) if best is not None and best.seconds < below_s else None
 
 
-def _may_fit(shape: Shape, mode: Mode) -> bool:
+def _may_fit(shape: BlockShape, mode: Mode) -> bool:
     """Whether the memory of the main executor has room for everything that the mode lets be nowhere else."""
     most = shape.problem.device_bytes if shape.main == GPU.executor else shape.problem.host_bytes
     return (not mode.streams) * shape.placed_bytes + (not any(mode.kv[1:])) * shape.kv_bytes <= most

@@ -34,7 +34,7 @@ _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockShape:
     """Everything of a plan that the shares do not decide.
 
     main            the executor that holds activations: the device, or the CPU if there is none

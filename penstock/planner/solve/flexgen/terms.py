@@ -33,7 +33,7 @@ from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.flexgen import program as lp
-from penstock.planner.solve.flexgen.shape import NEAR, Shape
+from penstock.planner.solve.flexgen.shape import NEAR, BlockShape
 from penstock.spec.model import Layer
 from penstock.spec.places import CPU, DISK, GPU, HOST
 
@@ -55,7 +55,7 @@ class Mode(NamedTuple):
         return any(self.weights[1:])
 
 
-def modes(shape: Shape) -> Iterator[Mode]:
+def modes(shape: BlockShape) -> Iterator[Mode]:
     """The modes to try, of which each is a program of its own. In a mode in which nothing streams there is no ring, and
     in one in which no KV moves there are no windows: so these cost no memory there.
 
@@ -81,7 +81,7 @@ def modes(shape: Shape) -> Iterator[Mode]:
 class Terms:
     """Writes the programs of a shape, one for each mode."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BlockShape) -> None:
         self.shape, self.layers = shape, shape.problem.layers
 
     def program(self, mode: Mode) -> lp.PolicyProgram:
@@ -153,7 +153,7 @@ Often = tuple[str, str]  # (BATCH or ONCE, lane)
 Seconds = Mapping[Often, float]
 
 
-def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str) -> dict[Often, lp.Line]:
+def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[Often, lp.Line]:
     """The lines of a layer with its share of what a pass computes outside all layers. One layer and two are lowered
     with everything at home, and then one layer with its weights, or its KV, in each other tier."""
     home = 1 if shape.attends == "cpu" else 0  # the tier whose KV does not move
@@ -181,7 +181,7 @@ def _learn(shape: Shape, layer: Layer, batch: Batch, purpose: str) -> dict[Often
 
 
 def _seconds(
-    shape: Shape, batch: Batch, purpose: str, layers: tuple[Layer, ...], weights: lp.Shares, kv: lp.Shares
+    shape: BlockShape, batch: Batch, purpose: str, layers: tuple[Layer, ...], weights: lp.Shares, kv: lp.Shares
 ) -> Seconds:
     """The seconds of a pass of this batch through these layers. Calls of the batch are BATCH, moves of weights, and
     tasks beside their calls, are ONCE. `weights`, `kv`: the shares of the plan."""

@@ -31,7 +31,7 @@ from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 _SLICES = 3  # GG, CG and CC, which the FFN of a lowered plan has in equal shares
 
 
-class Step(NamedTuple):
+class PassSize(NamedTuple):
     """The size of a pass: one batch of `seqs` sequences, each with `rows` rows from position `start` on."""
 
     purpose: str
@@ -84,12 +84,12 @@ class LayerWork:
         self.problem, self.ring_bytes = problem, ring_bytes
         self._first = {layer: i for i, layer in reversed(list(enumerate(problem.spec.layers)))}
 
-    def decode(self) -> Step:
+    def decode(self) -> PassSize:
         """The decode pass that predictions are of, half-way through the output."""
         ask = self.problem.ask
-        return Step("decode", ask.batch, 1, ask.prompt_tokens + ask.output_tokens // 2)
+        return PassSize("decode", ask.batch, 1, ask.prompt_tokens + ask.output_tokens // 2)
 
-    def chunks(self, chunk_rows: int) -> Iterator[tuple[Step, int]]:
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[PassSize, int]]:
         """(pass, how often it comes) of reading the prompts in chunks of `chunk_rows` rows. As in `passes.prompts`, the
         prompts of a batch share passes."""
         ask = self.problem.ask
@@ -97,9 +97,9 @@ class LayerWork:
         for rows, count in ((chunk_rows, whole), (last, int(last > 0))):
             if count:
                 seqs = max(1, rows // ask.prompt_tokens)
-                yield Step("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
+                yield PassSize("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
 
-    def ffn(self, layer: Layer, step: Step, shares: Shares) -> FfnBlock:
+    def ffn(self, layer: Layer, step: PassSize, shares: Shares) -> FfnBlock:
         """The FFN of a layer in a pass. Its lifts run ahead while the device computes the rest of the layer."""
         block, cost, kind = self._learned(layer, step, shares).block, self.problem.cost, self.problem.weights.kind
         away = (1 - shares.attention) * self._part(layer, "attn").nbytes if shares.attends else 0.0
@@ -107,7 +107,7 @@ class LayerWork:
         ring_s = cost.least_s(GPU.to_device, "lift", kind, 1, self.ring_bytes)
         return replace(block, lanes=replace(block.lanes, ring_s=ring_s, link_also_s=block.lanes.link_also_s + lift_s))
 
-    def prompt_s(self, layer: Layer, step: Step, shares: Shares, r_cg: float) -> Callable[[int], float]:
+    def prompt_s(self, layer: Layer, step: PassSize, shares: Shares, r_cg: float) -> Callable[[int], float]:
         """n_g → the layer's period in seconds in a chunk of a prompt, where the device computes n_g of the chunk's
         tokens with the CPU's weights (ScheInfer Eq. 15).
 
@@ -136,7 +136,7 @@ class LayerWork:
         away += (1 - shares.attention) * self._part(layer, "attn").nbytes
         return self.problem.cost.least_s(DISK.reads, "load", self.problem.weights.kind, 1, shares.disk * away)
 
-    def ends_s(self, step: Step, head_stays: bool) -> float:
+    def ends_s(self, step: PassSize, head_stays: bool) -> float:
         """Seconds of a pass outside all layers: the head, and the pause before the next pass. `head_stays`: the head is
         at home on the device. Otherwise it crosses the link, while the device computes."""
         problem, cost = self.problem, self.problem.cost
@@ -153,7 +153,7 @@ class LayerWork:
     def _part(self, layer: Layer, kind: str) -> Part:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
-    def _learned(self, layer: Layer, step: Step, shares: Shares) -> LayerLines:
+    def _learned(self, layer: Layer, step: PassSize, shares: Shares) -> LayerLines:
         key = (layer, step, shares.attends, shares.kv_away)
         return self.problem.learned(key, lambda: _learn(self.problem, *key))
 
@@ -171,7 +171,7 @@ class _LayerSums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> LayerLines:
+def _learn(problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_away: bool) -> LayerLines:
     """Learns a layer's seconds by lowering one such layer, and two."""
     ffn, cost = layer.ffns[0], problem.cost
     granules = -(-ffn.neurons // GRANULE_ROWS)
@@ -197,7 +197,7 @@ def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: b
     return LayerLines(block, ends_s)
 
 
-def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool, kv_away: bool) -> _LayerSums:
+def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, attends: bool, kv_away: bool) -> _LayerSums:
     """The sums of a pass through these layers. The FFN of each lies in slices GG, CG and CC of one unit each."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
     attention, kv_home = len(layers) if attends else 0, HOST if kv_away else GPU.executor
@@ -250,7 +250,7 @@ class Estimate:
         prompts_s = sum(count * self.pass_s(step, read) for step, count in self._chunks)
         return prompts_s + self.pass_s(self._work.decode(), lifted) * self._work.problem.ask.output_tokens
 
-    def pass_s(self, step: Step, lifted: tuple[float, ...]) -> float:
+    def pass_s(self, step: PassSize, lifted: tuple[float, ...]) -> float:
         """Seconds of a pass."""
         total = 0.0
         for (layer, shares), numbers in self._alike.items():
