@@ -172,6 +172,7 @@ class Emitter:
         waits: dict[Lane, int] = {}
         operands: Any = call.operands
         exact = True  # whether all of them are segments
+        in_order = [lane for lane in lanes if not is_disk(lane)]  # their earlier tasks have ended
         tracked, exactly = self._tracked, self._hazards.exactly
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
             value = operands[field]
@@ -185,7 +186,7 @@ class Emitter:
                     exact = exact and segment is not None
                 before = self._hazards.conflicts(arena, lo, hi, writes) if segment is None else segment.before(writes)
                 for other, task in before:
-                    if (other not in lanes or is_disk(other)) and task > waits.get(other, -1):
+                    if other not in in_order and task > waits.get(other, -1):
                         waits[other] = task
         lane = lanes[0]
         if lane not in self._open:

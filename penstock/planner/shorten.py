@@ -215,10 +215,15 @@ def _run(
         """How far the counts of the whole run are from what the short plans tell of each."""
         return sum([abs(count - total) / total for count, total in zip(told, totals, strict=True)])
 
-    def of_length(least: int, most: int) -> Iterator[range]:
-        if not second:
-            return _progressions(len(periods), least)
-        return (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
+    def of_length(least: int, most: int) -> Iterable[range]:
+        """Numbers of periods to choose from. Layers are of a few kinds, so of thousands of choices few differ."""
+        every: Iterable[range] = _progressions(len(periods), least)
+        if second:
+            every = (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
+        unlike: dict[tuple[int, ...], range] = {}
+        for numbers in every:
+            unlike.setdefault((len(numbers), *read(numbers)), numbers)
+        return unlike.values()
 
     def line(far: range) -> list[float]:
         share = (long - len(near)) / (len(far) - len(near))
