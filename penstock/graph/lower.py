@@ -118,6 +118,9 @@ class Lowering:
             self._begin_block(p, 2 * layers)
             yield from self._logits(p)
             self._sync()
+        for batch in p.batches:
+            if batch.hidden:
+                self._hidden(batch)
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
@@ -307,6 +310,17 @@ class Lowering:
             if n and main != HOST:
                 calls.copy(batch, "logits", 4 * n * spec.vocab, main, HOST)
                 calls.copy(batch, "best", 8 * n, main, HOST)
+
+    def _hidden(self, batch: Batch) -> None:
+        """The hidden states of all rows, float32 [T, d_embed], to where the embedding rows were that the pass began
+        with: nobody reads these any more, and the host has room for them whoever computes."""
+        calls, main, spec = self._calls, self.plan.main, self.plan.target.spec
+        nbytes = 4 * batch.total_rows * spec.d_embed
+        x, rows = calls.rows(main, batch, "x"), self.layout.act(main, batch.id, "rows", nbytes)
+        norm = ops.Norm(calls.whole("edges"), x, rows, calls.scratch(main), which="final", layer=None, every=True)
+        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, batch.total_rows, 2))
+        if main != HOST:
+            calls.copy(batch, "rows", nbytes, main, HOST)
 
     def _norm(
         self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]

@@ -122,7 +122,7 @@ class Binding:
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
         batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
-        chosen = batch.logits if op.layer is None else None
+        chosen = batch.logits if op.layer is None and not op.every else None
         shape = (batch.total_rows if chosen is None else len(chosen), width)
         dense.norm_in(
             self._rows(op.x, batch.total_rows), self._arenas.view(op.norms), self._parts[key], op.which, self._spec,

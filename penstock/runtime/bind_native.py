@@ -298,11 +298,11 @@ class NativeBinding(Binding):
         )  # fmt: skip
 
     def _norm_on(self, on: Target, call: Call, op: ops.Norm, tables: BatchTables) -> None:
-        batch, at, final = _batch(call), self._arenas.address, op.layer is None
+        batch, at, some = _batch(call), self._arenas.address, op.layer is None and not op.every
         key, present, _ = norm_before(self._spec, op.layer)
         part = self._parts[key]
         norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
-        chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
+        chosen, n = (tables.chosen_address, len(batch.logits)) if some else (0, batch.total_rows)
         on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))
 
     def _head_on(self, on: Target, call: Call, op: ops.Head, tables: BatchTables) -> None:

@@ -104,6 +104,8 @@ class Session:
         self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
+        # Of the last pass, per batch: hidden states float32 [T, d_embed], None where they were not wanted.
+        self.hidden: list[NDArray[np.float32] | None] = []
         self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
         self.loads = 0  # how many loads these were
         self.held = Held()  # what its sequences hold
@@ -148,7 +150,7 @@ class Session:
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Runs one pass. `tokens[i]`: the ids of p.batches[i], int32 [T]. Returns the logits of each batch, float32
-        [n, V], for its n rows that want them. They are views that hold until the next pass.
+        [n, V], for its n rows that want them. They are views that hold until the next pass, as those of `hidden` do.
 
         Raises BadRequest after `close`, DamagedModel, StorageFailed, DeviceFailed."""
         with self._stepping:
@@ -181,7 +183,7 @@ class Session:
         self.consumed_bytes = self._traffic.streamed_bytes + self._binding.fetched_bytes
         self.held.note(p, tokens)
         self._tell(timeline, p)
-        logits, self.best = [], []
+        logits, self.best, self.hidden = [], [], []
         for batch in p.batches:
             n = len(batch.logits)
             best = self._arenas.view(self.lowering.layout.act(HOST, batch.id, "best", 8 * n))
@@ -189,6 +191,9 @@ class Session:
             self.best.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
             slot = self.lowering.layout.act(HOST, batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
+            shape = (batch.total_rows, spec.d_embed)
+            rows = self.lowering.layout.act(HOST, batch.id, "rows", 4 * shape[0] * shape[1])
+            self.hidden.append(self._arenas.array(rows, np.float32, shape) if batch.hidden else None)
         return logits
 
     def settled_kv(self) -> KvPages:

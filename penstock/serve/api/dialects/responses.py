@@ -18,7 +18,7 @@ from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.shape import call_id
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, Sent
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, TEXT_ALONE, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
@@ -34,7 +34,7 @@ class _Given(BaseModel):
 
 
 class TextPart(_Given):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    type: Annotated[Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"], TEXT_ALONE]
     text: str
 
 
