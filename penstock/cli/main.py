@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import penstock
+from penstock.cli.conversions import let_through
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -129,7 +130,12 @@ def _mend_streams() -> None:
 
 
 def _invoke(args: list[str]) -> int:
-    group = typer.main.get_command(app((args[0],)) if args[0] in COMMANDS else app())
+    program = app((args[0],)) if args[0] in COMMANDS else app()
+    group: Any = typer.main.get_command(program)
+    let_through(group, {})
+    for each in program.registered_commands:
+        assert each.name is not None and each.callback is not None, "app names them"
+        let_through(group.commands[each.name], each.callback.__annotations__)
     try:
         with group.make_context("penstock", args) as context:
             group.invoke(context)
