@@ -125,7 +125,7 @@ def test_of_many_sizes_a_few_tell_the_best(seed: int, monkeypatch: pytest.Monkey
     assert some.keys() == every.keys()
     for way in ATTENDS:
         few_s, every_s = (
-            min((policy.seconds_a_sequence for (attends, _), policy in found.items() if attends == way), default=0.0)
+            min((policy.seconds_a_sequence for (attends, *_), policy in found.items() if attends == way), default=0.0)
             for found in (some, every)
         )
         assert few_s <= every_s * 1.02

@@ -85,7 +85,7 @@ def test_nothing_drawn_at_random_is_faster(part: int) -> None:
     for seed in range(part * MACHINES // 10, (part + 1) * MACHINES // 10):
         ask, spec, fmt, machine = random_case(seed)
         problem, r = Problem(ask, spec, fmt, machine), random.Random(seed)
-        plans = [plan_of(best) for (way, _), best in search(problem).items() if way != "cpu scores"]
+        plans = [plan_of(best) for (way, *_), best in search(problem).items() if way != "cpu scores"]
         assert all(plan is None or problem.fits(plan) for plan in plans)
         best_s = min((simulated_s(plan, problem) for plan in plans if plan is not None), default=float("inf"))
         for plan in drawn(r, problem):
@@ -212,7 +212,7 @@ def test_several_batches_share_what_streams() -> None:
     )
     ask = replace(ask, batch=24)
     found = search(Problem(ask, spec, fmt, machine))
-    assert {way for way, _ in found} == set(ATTENDS)
+    assert {way for way, *_ in found} == set(ATTENDS)
     best = min(found.values(), key=lambda f: f.seconds_a_sequence)
     assert best.shape.block >= 8
 

@@ -7,8 +7,8 @@ For each block and mode, `terms` writes the program, `program` solves it, and `s
 placed by whole layers, so the program is solved again with KV fixed to whole layers. The plan differs from that
 solution by less than a granule of weights a layer.
 
-The best block of each mode is a candidate. `solve` simulates those that may win: the program knows nothing of lanes
-that wait for each other, and a mode in which they do must not win by it.
+The best block of each way and mode is a candidate, of one batch and of several where the CPU attends. `solve` simulates
+those that may win: the program knows nothing of lanes that wait for each other, or that work at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _ATTEMPTS = 4
 # A mode is a candidate if its policy takes at most so many times as long as the best of its way, by the program. Of 57
 # random machines the simulated best was never beyond 1.07 (docs/LOG.md).
 _HOPELESS = 1.25
-Way = tuple[str, Mode]  # who attends (ATTENDS), and what may be where
+# Who attends (ATTENDS), what may be where, and whether the CPU attends to one batch while the device computes another.
+# The program adds up what both compute, so it cannot tell what that gains.
+Way = tuple[str, Mode, bool]
 CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
@@ -76,13 +78,13 @@ def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
 
 
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[Way, BestPolicy]:
-    """The best policy of each way and mode. Those of which nothing fits, or that are hopeless (_HOPELESS), are left
-    out. `attends`: the ways to search. Raises InternalError if HiGHS fails."""
+    """The best policy of each way. Those of which nothing fits, or that are hopeless (_HOPELESS), are left out.
+    `attends`: who may attend. Raises InternalError if HiGHS fails."""
     main, policies = GPU.executor if problem.device_bytes else HOST, dict[Way, BestPolicy]()
-    for way in ATTENDS if main == GPU.executor else ("device",):
+    for who in ATTENDS if main == GPU.executor else ("device",):
         # The best blocks for scores on the CPU are like the best ones of the other ways, so only such are tried.
-        like = [policy.shape for policy in policies.values()] if way == "cpu scores" else []
-        found = _best(problem, main, way, like) if way in attends else {}
+        like = [policy.shape for policy in policies.values()] if who == "cpu scores" else []
+        found = _best(problem, main, who, like) if who in attends else {}
         most_s = min((policy.seconds_a_sequence for policy in found.values()), default=0.0) * _HOPELESS
         policies |= {key: policy for key, policy in found.items() if policy.seconds_a_sequence <= most_s}
     return policies
@@ -108,10 +110,10 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[BlockSh
         for gpu_batch, batches, chunk_rows in trying:
             terms = Terms(BlockShape(problem, main, gpu_batch, batches, chunk_rows, attends))
             for mode in modes(terms.shape):
-                known = best.get((attends, mode))
-                policy = place(terms, mode, known.seconds_a_sequence if known else inf)
+                way = (attends, mode, attends != "device" and batches > 1)
+                policy = place(terms, mode, best[way].seconds_a_sequence if way in best else inf)
                 if policy is not None:
-                    best[attends, mode] = policy
+                    best[way] = policy
         tried = set(trying)
         left = [size for size in left if size not in tried]
         trying = [size for size in left if not best or any(_alike(size, policy.shape) for policy in best.values())]
@@ -173,13 +175,13 @@ def plan_of(best: BestPolicy) -> Plan | None:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """The best policy of each way and mode, as a plan. There is no candidate for fewer sequences than BATCH_STEP, if
+    """The best policy of each way, as a plan. There is no candidate for fewer sequences than BATCH_STEP, if
     the user limits the weights that stay (the program has no row for that), or if the logits of every row are
     wanted."""
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
-    for (attends, _), best in search(problem).items():
+    for (attends, *_), best in search(problem).items():
         plan = plan_of(best)
         if plan is not None:
             yield Candidate(_name(best), plan, _reasons(best, plan), CANNOT_RUN if attends == "cpu scores" else "")
