@@ -75,17 +75,20 @@ class Lowering:
 
     # -- the pass -------------------------------------------------------------------------------------
 
-    def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
+    def step(self, p: Pass, answer: Answer | None = None, by_batches: bool = False) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
+
+        `by_batches`: of tasks that come again nothing is looked at but `like` and the batches, and numbers of rows are
+        data for who runs them. They may then be those of a pass with other numbers of rows (`Task.batches`).
 
         `answer(call)`: the experts that a router chose for each row, in rising order, or which neurons of a layer's FFN
         fire in each row, by their places. It is called only where a plan has caches, or units that are asked for: after
         the task of that call was handed out, and before any task that depends on the answer."""
-        repeated = self._repeats.find(p)
+        repeated = self._repeats.find(p, by_batches)
         if repeated is not None:
             yield from repeated
         else:
-            yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
+            yield from self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
