@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, Option
 
 from penstock.cli.output import note
 from penstock.errors import BadRequest
@@ -20,7 +20,6 @@ _BEGINS = {"bash": "# penstock completion for bash\n", "zsh": "#compdef penstock
 
 
 def completion(
-    context: Context,
     shell: Annotated[
         str | None, Argument(metavar="SHELL", help="bash, zsh or fish; default the one that $SHELL names.")
     ] = None,
@@ -33,8 +32,12 @@ def completion(
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in _BEGINS:
         raise BadRequest(f"{name!r} is no shell that completions are made for: name one of {', '.join(_BEGINS)}")
-    root: Any = context.find_root().command
-    text = script(name, root.commands)
+    import typer
+
+    from penstock.cli.main import app
+
+    group: Any = typer.main.get_command(app())
+    text = script(name, group.commands)
     if show:
         print(text, end="")
         return

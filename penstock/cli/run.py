@@ -191,11 +191,11 @@ def _answer_together(
     from penstock.serve.together import Together
 
     together = Together(engine, prompt, params, count)
-    with (
-        contextlib.nullcontext()
-        if as_json
-        else live(engine, lambda: (together.read_tokens, together.prediction.ttft_s), streams=False)
-    ):
+
+    def ahead() -> tuple[int, float]:
+        return together.read_tokens, together.prediction.ttft_s
+
+    with contextlib.nullcontext() if as_json else live(engine, ahead, streams=False):
         answers = together.answers()
     together.keep(answers)
     if as_json:

@@ -24,7 +24,7 @@ from tests.cpu.commands import ROOT, command, machine_cache
 
 ANSWER = {
     "text": "answer", "decode_tokens_per_s": 1.0, "ttft_s": 1.0, "batch_ttft_s": 1.0, "disk_bytes_per_token": 1e9,
-    "batch": 1, "prompt_tokens": 3, "output_tokens": 2, "context_full": False, "cached_tokens": 0,
+    "batch": 1, "prompt_tokens": 3, "output_tokens": 2, "context_full": False, "cached_tokens": 0, "token_ids": [0] * 6,
 }  # fmt: skip
 
 
@@ -35,16 +35,27 @@ class Stub:
     prediction = SimpleNamespace(decode_tokens_per_s=2.0, ttft_s=0.5, bound_by="disk0")
 
     def __init__(self, has_template: bool = True, context: int = 1000) -> None:
-        self.tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=self._encode)
+        self.tokenizer = SimpleNamespace(
+            has_chat_template=has_template, chat=self._chat, encode=self._encode,
+            decode=lambda ids, **_: "", writing=None,
+            thinks=False, marks={}, eos_ids=frozenset(),
+        )  # fmt: skip
+        self.last: Any = None
         self.plan = SimpleNamespace(context=context, chunk_rows=512)
         self.asked: list[list[dict[str, str]]] = []
 
     def renew(self) -> None:
         """Nothing is known of today."""
 
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def _chat(self, messages: list[dict[str, str]], tools: Any = None) -> str:
         self.messages = [dict(message) for message in messages]
-        return [0] * sum(len(message["content"]) for message in messages)
+        return "".join(message["content"] for message in messages)
+
+    def _encode(self, text: str, add_special: bool = True) -> list[int]:
+        return [0] * len(text)
+
+    def holds(self, ids: list[int]) -> int:
+        return len(ids) - 1
 
     def stream(self, ids: list[int], params: Any) -> Iterator[str]:
         if self.messages[-1]["content"] == "!":

@@ -37,7 +37,7 @@ live._FIRST_S = live._EVERY_S = 0.001
 session = SimpleNamespace(reader=SimpleNamespace(bytes_read=5), watchers=[])
 engine = SimpleNamespace(session=session)
 text = sys.argv[1]
-with live.live(engine, lambda: 3, streams=True) as shown:
+with live.live(engine, lambda: (3, 0.0), streams=True) as shown:
     time.sleep(0.02)
     for at in range(0, len(text), 3):
         shown.write(text[at : at + 3])
@@ -77,7 +77,7 @@ def test_the_text_stays_as_it_is(text: str) -> None:
     code, screen, _ = run_on_terminal([sys.executable, "-c", STREAM, text], ROWS, COLUMNS, True, seen)
     assert code == 0
     assert screen.lines() == laid_out(f"{text}\nthe end\n")
-    assert "reading the prompt: chunk 1 of 3" in seen.lines
+    assert any("reading the prompt: 0 of 3 tokens, 0%" in line for line in seen.lines)
 
 
 def arguments(model: Path, cache: Path, *more: object) -> list[str]:
@@ -124,15 +124,17 @@ def test_json_has_none(model: Path, cache: Path) -> None:
 
 def test_what_it_says() -> None:
     clock, reads = [0.0], [100]
-    progress = live.Progress(3, lambda: reads[0], lambda: clock[0])
-    assert progress.line() == "reading the prompt: chunk 1 of 3"
+    progress = live.Progress(20, lambda: reads[0], lambda: clock[0])
+    assert progress.line()[1:] == " reading the prompt: 0 of 20 tokens, 0%"
     for p in passes.prefill(PLAN, 0, 20, passes.DECODE):
         clock[0] += 1.0
         reads[0] += 10**9
         progress.watch(Timeline(()), p)
         if clock[0] < 3:
-            expected = f"reading the prompt: chunk {int(clock[0]) + 1} of 3, 8.00 tok/s, disk 1.00 GB/s"
-            assert progress.line() == expected
+            done = 8 * int(clock[0])
+            line = progress.line()[1:]
+            assert line.startswith(f" reading the prompt: {done} of 20 tokens, {done / 20:.0%}, 8.00 tok/s, ")
+            assert line.endswith(" left, disk 1.00 GB/s")
     assert progress.line() == "0 tokens, disk 1.00 GB/s"
     for i in range(4):
         clock[0] += 0.05
@@ -145,6 +147,19 @@ def test_what_it_says() -> None:
     assert progress.line() == "4 tokens, 0.07 tok/s"
 
 
+def test_between_passes_the_count_goes_on() -> None:
+    """By what was foretold, then by what was measured, and never to the end."""
+    clock = [0.0]
+    progress = live.Progress(20, lambda: 0, lambda: clock[0], foretold_s=10.0)
+    clock[0] = 5.0
+    assert " reading the prompt: 10 of 20 tokens, 50%, 2.00 tok/s, " in progress.line()
+    clock[0] = 50.0
+    assert " 19 of 20 tokens, 95%" in progress.line()
+    progress.watch(Timeline(()), next(iter(passes.prefill(PLAN, 0, 20, passes.DECODE))))
+    assert " 8 of 20 tokens, 40%, 0.16 tok/s" in progress.line()
+    assert progress.line()[0] != progress.line()[0]  # it turns
+
+
 def test_columns() -> None:
     for text, column in [("abc", 3), ("a\n", 0), ("\t", 8), ("a" * 10, 10), ("a" * 11, 1), ("日本", 4), ("e\u0301", 1)]:
         assert live._advance(0, text, 10) == column
@@ -153,11 +168,11 @@ def test_columns() -> None:
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine: Any = SimpleNamespace()  # not even looked at
-    with live.live(engine, lambda: 1, streams=True) as shown:
+    with live.live(engine, lambda: (1, 0.0), streams=True) as shown:
         shown.write("text")
     assert capsys.readouterr() == ("text", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    with live.live(engine, lambda: 1, streams=True) as shown:
+    with live.live(engine, lambda: (1, 0.0), streams=True) as shown:
         shown.write("text")
     assert capsys.readouterr() == ("text", "")
