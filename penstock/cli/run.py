@@ -203,7 +203,8 @@ def _print_report(
 ) -> None:  # fmt: skip
     """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to,
     `sampling_from_model` names what came from the latter, `renewed` is the promise by what disk and RAM gave right
-    before the answer, and `rates` are those that the plan took otherwise than measured."""
+    before the answer, and `rates` are those that the plan took otherwise than measured. `loading`: seconds until all
+    weights that stay were there, and of them those in which the system made pages ready."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
@@ -213,6 +214,7 @@ def _print_report(
         {
             **report,
             "renewed": today,
+            "loading": {"seconds": engine.session.ready_s, "pages_s": engine.session.pages_s},
             "rates": engine.lately.report(),
             "sampling": {name: getattr(params, name) for name in _SAMPLING},
             "sampling_from_model": from_model,

@@ -42,6 +42,15 @@ class Batch(_BatchFields):
         seqs = len(self.seqs) if self.pages else self.seqs
         return (self.id, seqs, self.rows, self.logits, self.parent, self.hidden)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All that decides which ops the batch's tasks have and where these find what, for who takes the numbers of
+        rows, of rows with logits and of sequences as data too."""
+        if self.parent:
+            return self.shape
+        seqs = () if self.pages else self.seqs
+        return (bool(self.pages), bool(self.logits), *self._replace(seqs=seqs, start=(), rows=(), logits=(), pages=()))
+
     @cached_property
     def first_seq(self) -> int:
         return min(self.seqs)

@@ -70,6 +70,12 @@ class Binding:
         for call in task.calls:
             self.call(call)
 
+    @property
+    def by_batches(self) -> bool:
+        """Whether tasks that come again are run by their batches alone, whose numbers of rows are data
+        (`Lowering.step`)."""
+        return False
+
     def call(self, call: Call) -> None:
         """Does one call. Raises StorageFailed and DamagedModel where it reads from a disk."""
         self._ops[call.op](call, call.operands)

@@ -337,8 +337,8 @@ class _Events:
 def _items(read: Collected, cut: bool) -> list[dict[str, Any]]:
     """All items of an answer, of which the last one is incomplete where the answer was cut."""
     found = [_item("reasoning", read.thought)] if read.thought else []
-    if read.said.strip() or not read.calls:
-        found.append(_item("message", read.said.strip() if read.calls else read.said))
+    if read.said or not read.calls:
+        found.append(_item("message", read.said))
     found += [_call_item(call.name, call.arguments) for call in read.calls]
     for item in found:
         item["status"] = "incomplete" if cut and item is found[-1] else "completed"
