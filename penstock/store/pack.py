@@ -306,9 +306,9 @@ class Packing:
         name = source.of_expert(expert)
         tensor = self.checkpoint.find(name)
         if source.order:
-            numbers = self.checkpoint.order_of(name).astype(np.float32).reshape(1, -1)
+            columns = self.checkpoint.order_of(name).astype(np.float32).reshape(1, -1)
             into = granule[block.offset : block.offset + block.nbytes]
-            encode(numbers, block.format, block.rows, block.cols, into, block.tiled)
+            encode(columns, block.format, block.rows, block.cols, into, block.tiled)
             return
         one_dim = len(tensor.shape) - source.stacked == 1 or source.folded > 0
         extent = _extent(block, source, one_dim)
