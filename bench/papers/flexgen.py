@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bench.papers.compare import Predicted, explained, machine_of, model_of
 from bench.papers.published import T4, Published
+from bench.papers.traits import Traits, of_system
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
@@ -44,7 +45,8 @@ _FLOPS, _DISK, _WRITES, _MEMORY_BYTES = 65e12, 2e9, 1e9, (16 + 208) * GIB
 
 class Policy(NamedTuple):
     """What a row does, complete. `weights`, `kv`: shares on device, in RAM, on disk. `attends`: of
-    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one."""
+    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one. `traits`: of the
+    system."""
 
     model: str
     prompt: int
@@ -57,6 +59,7 @@ class Policy(NamedTuple):
     attends: str
     order: str
     parts: int = 1
+    traits: Traits = ()
 
     @property
     def block(self) -> int:
@@ -106,18 +109,18 @@ _PEERS = {
 }
 
 
-def predicted(row: Published) -> Predicted | None:
+def predicted(row: Published, traits: Traits) -> Predicted | None:
     """None: a figure that is no prediction (NOT_PREDICTED)."""
     if row.system in NOT_PREDICTED:
         return None
     if row.metric == "speedup":
-        value, bound, note = _speedup(row), None, "both sides predicted, at prompts of 512 tokens"
+        value, bound, note = _speedup(row, traits), None, "both sides predicted, at prompts of 512 tokens"
     else:
         devices = DEVICES if "pipeline" in row.setting else 1
-        policy = policy_of(row, devices)
+        policy = policy_of(row, devices)._replace(traits=of_system(traits, row.paper, row.system))
         bound = _bound(row, policy, devices)
         if row.setting == "no attention on the CPU":
-            policy = _searched(policy)
+            policy = _searched(policy._replace(traits=()))._replace(traits=policy.traits)
         note = f"{policy.batches} device batches of {policy.gpu_batch}"
         if row.table == "Table 8":
             value = _of_breakdown(row, policy)
@@ -162,26 +165,30 @@ def _speed(row: Published, policy: Policy, devices: int) -> float:
     return devices * policy.block * OUTPUT / (spent.prefill_s + (OUTPUT - 1) * spent.step_s)
 
 
-def _speedup(row: Published) -> float:
+def _speedup(row: Published, traits: Traits) -> float:
     """Over the better of the peers, both predicted."""
     own = replace(row, setting="", metric="throughput", prompt=PROMPT)
     peers = (replace(own, system=name, weights="float16", kv="float16") for name in ("DeepSpeed", "Accelerate"))
-    return _speed(own, policy_of(own), 1) / max(_speed(peer, policy_of(peer), 1) for peer in peers)
+
+    def speed(of: Published) -> float:
+        return _speed(of, policy_of(of)._replace(traits=of_system(traits, of.paper, of.system)), 1)
+
+    return speed(own) / max(map(speed, peers))
 
 
 @cache
 def _spent(policy: Policy) -> Spent:
     """With the lanes side by side."""
-    plan, ask = _plan(policy)
-    found = quick(plan, ask, machine_of(T4), spread=False)
+    plan, ask = _plan(policy._replace(traits=()))
+    found = quick(plan, ask, machine_of(T4, policy.traits), spread=False)
     return Spent(found.ttft_s, policy.block / found.decode_tokens_per_s)
 
 
 @cache
 def _parts(policy: Policy) -> dict[tuple[str, str], float]:
     """(stage, part) → seconds of all its tasks, one after the other; of decode, of all steps."""
-    plan, ask = _plan(policy)
-    lowering, cost = Lowering(plan), Cost(machine_of(T4))
+    plan, ask = _plan(policy._replace(traits=()))
+    lowering, cost = Lowering(plan), Cost(machine_of(T4, policy.traits))
     seqs = range(policy.block)
     position = ask.prompt_tokens + OUTPUT // 2
     step = passes.decode(plan, seqs, (position,) * policy.block, passes.DECODE)

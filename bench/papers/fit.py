@@ -1,0 +1,66 @@
+"""`python -m bench.papers.fit`: the numbers of traits that are fitted, by half of each paper's tables.
+
+Each fitted trait takes the value, of a grid, with the least sum of |log(promised speed / printed speed)| over the rows of
+the fitting tables that are its system's or against it; one trait after the other, in turns until nothing changes. The
+rows that judge are not looked at. It prints the lines of `data/traits.tsv`; nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from bench.papers import flexgen, pipo
+from bench.papers.compare import Predictor, compare, once
+from bench.papers.published import FIGURES, Published
+from bench.papers.traits import TRAITS, Trait, Traits, fitting_tables
+
+PREDICTORS: dict[str, Predictor] = {"PIPO": pipo.predicted, "FlexGen": flexgen.predicted}
+STEPS = (0.25, 0.4, 0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 4.0)  # of a number, in a turn
+TURNS = 6
+
+
+def error(traits: Traits, figures: Iterable[Published]) -> float:
+    """Sum of |log| of the speed ratios. Rows that no machine can reach do not count."""
+    rows, _ = compare(figures, PREDICTORS, traits, causes=False)
+    ratios = (row.speed_ratio(built=True) for row in once(rows))
+    return sum(abs(math.log(ratio)) for ratio in ratios if ratio is not None)
+
+
+def fitted(traits: Traits, paper: str) -> Traits:
+    """With the numbers of the paper's fitted traits chosen."""
+    tables = fitting_tables(paper)
+    mine = [figure for figure in FIGURES if figure.paper == paper and figure.table in tables]
+    found = list(traits)
+    for _ in range(TURNS):
+        before = tuple(found)
+        for i, trait in enumerate(found):
+            if trait.paper == paper and trait.fitted:
+                rows = [f for f in mine if trait.system in (f.system.removesuffix(" (c)"), f.against)]
+                found[i] = min(
+                    (trait._replace(value=rounded(trait.value * step)) for step in STEPS),
+                    key=lambda tried, i=i, rows=rows: error((*found[:i], tried, *found[i + 1 :]), rows),
+                )
+        if tuple(found) == before:
+            break
+    return tuple(found)
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def line(trait: Trait) -> str:
+    how = "fitted" if trait.fitted else "stated"
+    return "\t".join((trait.paper, trait.system, trait.kind, f"{trait.value:g}", how, trait.source))
+
+
+def main() -> None:
+    traits = TRAITS
+    for paper in PREDICTORS:
+        traits = fitted(traits, paper)
+    print("\n".join(map(line, traits)))
+
+
+if __name__ == "__main__":
+    main()
