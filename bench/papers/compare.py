@@ -80,6 +80,13 @@ def is_far_off(ratio: float) -> bool:
     return not 1 / FAR_OFF <= ratio <= FAR_OFF
 
 
+def speed_ratio(row: Published, value: float) -> float | None:
+    """Above 1 where a prediction promises too fast, of times as of speeds; None of what is no speed."""
+    if row.metric not in SPEEDS:
+        return None
+    return row.value / value if row.metric in SMALLER_IS_BETTER else value / row.value
+
+
 def explained(row: Published, value: float, bound: float | None, *notes: str) -> Predicted:
     """What is predicted, with its notes, and after them why it is far off, where it is."""
     cause = cause_of(row) if is_far_off(value / row.value) else None
@@ -88,9 +95,9 @@ def explained(row: Published, value: float, bound: float | None, *notes: str) ->
 
 @dataclass(frozen=True)
 class Row:
-    """`predicted`: as penstock would run the policy. `as_built`: with the traits of the row's system. `bound`: None where
-    physics has none. `is_policy`: see Predicted. `cause_tested`: of a far-off row, that its cause names traits, and that
-    with these alone it is no longer far off."""
+    """`predicted`: as penstock would run the policy. `as_built`: with the traits of the row's system. `bound`: None
+    where physics has none. `is_policy`: see Predicted. `cause_tested`: of a far-off row, that its cause names traits,
+    and that with these alone it is no longer far off."""
 
     figure: Published
     predicted: float
@@ -110,11 +117,8 @@ class Row:
         return self.as_built / self.figure.value
 
     def speed_ratio(self, built: bool) -> float | None:
-        """Above 1 where the prediction promises too fast, of times as of speeds; None of what is no speed."""
-        if self.figure.metric not in SPEEDS:
-            return None
-        ratio = self.built_ratio if built else self.ratio
-        return 1 / ratio if self.figure.metric in SMALLER_IS_BETTER else ratio
+        """speed_ratio of one of the two predictions."""
+        return speed_ratio(self.figure, self.as_built if built else self.predicted)
 
     @property
     def far_off(self) -> bool:
@@ -163,10 +167,9 @@ def respects(metric: str, value: float, bound: float | None) -> bool:
 
 
 def compare(
-    figures: Iterable[Published], predictors: Mapping[str, Predictor], traits: Traits, causes: bool = True
+    figures: Iterable[Published], predictors: Mapping[str, Predictor], traits: Traits
 ) -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
-    """Rows of the papers that have a predictor, and their figures without a prediction. `causes`: those of far-off rows
-    are tested."""
+    """Rows of the papers that have a predictor, and their figures without a prediction."""
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     for figure in figures:
@@ -182,11 +185,9 @@ def compare(
             continue
         fine, tested = respects(figure.metric, figure.value, found.bound), False
         why = cause_of(figure)
-        if causes and is_far_off(found.value / figure.value) and why is not None:
+        if is_far_off(found.value / figure.value) and why is not None:
             tested = _explains(figure, why, predictor, traits)
-        rows.append(
-            Row(figure, found.value, built.value, found.bound, fine, found.is_policy, tested, found.note)
-        )
+        rows.append(Row(figure, found.value, built.value, found.bound, fine, found.is_policy, tested, found.note))
     return tuple(rows), tuple(left_out)
 
 

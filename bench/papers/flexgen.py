@@ -32,15 +32,13 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
-from penstock.units import GIB
 
 OUTPUT, PROMPT = 32, 512  # tokens; the prompt of rows that do not state it (Figure 1)
 DEVICES = 4  # of Table 3
 BLOCKS = 4  # that a pipeline has under way (the scripts' inner iterations)
 NOT_PREDICTED = {"Petals": "many machines that share a model over a network: no plan of one machine"}
 
-# Physics: the T4's data sheet, the disk as FlexGen's pictures have it, the memories of Table 1.
-_FLOPS, _DISK, _WRITES, _MEMORY_BYTES = 65e12, 2e9, 1e9, (16 + 208) * GIB
+_FLOPS = 65e12  # physics: the T4's data sheet, half precision
 
 
 class Policy(NamedTuple):
@@ -293,25 +291,17 @@ def kv_bytes(spec: ModelSpec, fmt: Format, seqs: int, tokens: int) -> int:
 
 
 def _bound(row: Published, policy: Policy, devices: int) -> float | None:
-    """The best in the row's metric: all products at the data sheet's speed, and what no memory has room for read from
-    the disk once a step."""
-    spec, batch = _spec(policy.model), policy.block * (BLOCKS if policy.parts > 1 else devices)
-    fmt = parse_format(policy.weight_format)
-    weights = weight_bytes(spec, fmt)
-    flops = weight_bytes(spec, parse_format("float16")) * batch  # two for each weight, a token
-    kv = kv_bytes(spec, parse_format(policy.kv_format), batch, policy.prompt + OUTPUT // 2)
-    read_s = max(0, weights + kv - devices * _MEMORY_BYTES) / (_DISK * devices)
-    step_s = max(flops / (_FLOPS * devices), read_s)
-    first_read_s = max(0, weights - devices * _MEMORY_BYTES) / (_DISK * devices)
-    prefill_s = max(flops * policy.prompt / (_FLOPS * devices), first_read_s)
+    """The best in the row's metric: all products at the data sheet's speed. The disk has no part in it: the slides
+    round it to 2 and 1 GB/s, which Table 8 exceeds."""
+    batch = policy.block * (BLOCKS if policy.parts > 1 else devices)
+    flops = weight_bytes(_spec(policy.model, policy.parts), parse_format("float16")) * batch  # two for each weight
+    step_s, prefill_s = flops / (_FLOPS * devices), flops * policy.prompt / (_FLOPS * devices)
     if row.metric == "decode_tokens_per_s":
         return batch / step_s
     if row.metric == "throughput":
         return batch * OUTPUT / (prefill_s + (OUTPUT - 1) * step_s)
     bounds = {
-        "prefill, total": prefill_s, "prefill, compute": flops * policy.prompt / _FLOPS,
-        "decode, total": (OUTPUT - 1) * step_s, "decode, compute": (OUTPUT - 1) * flops / _FLOPS,
-        "decode, KV read": (OUTPUT - 1) * max(0, kv - _MEMORY_BYTES) / _DISK,
-        "prefill, KV written": max(0, kv * policy.prompt / (policy.prompt + OUTPUT // 2) - _MEMORY_BYTES) / _WRITES,
+        "prefill, total": prefill_s, "prefill, compute": prefill_s,
+        "decode, total": (OUTPUT - 1) * step_s, "decode, compute": (OUTPUT - 1) * step_s,
     }  # fmt: skip
     return bounds.get(row.setting) if row.metric == "seconds" else None

@@ -155,7 +155,8 @@ def policy_of(row: Published, traits: Traits) -> Policy:
     return Policy(
         row.machine, row.model, row.weights or "", row.kv or "float16", row.prompt, row.output or OUTPUT,
         row.batch or BATCH, _ORDERS[row.system], home,
-        int(share[1]) / 100 if share else float(home == GPU.executor), kv_home, of_system(traits, row.paper, row.system),
+        int(share[1]) / 100 if share else float(home == GPU.executor), kv_home,
+        of_system(traits, row.paper, row.system),
     )  # fmt: skip
 
 

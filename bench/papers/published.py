@@ -168,7 +168,10 @@ TABLE_I = tuple(
 _CAUSE_CELLS = ("system", "table", "setting", "model", "machine", "metric")
 CAUSES = tuple(
     Cause(
-        c["paper"], {name: c[name] for name in _CAUSE_CELLS}, frozenset(filter(None, c["traits"].split("; "))), c["cause"]
+        c["paper"],
+        {name: c[name] for name in _CAUSE_CELLS},
+        frozenset(filter(None, c["traits"].split("; "))),
+        c["cause"],
     )
     for c in cells_of("causes")
 )

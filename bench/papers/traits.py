@@ -26,8 +26,8 @@ _NORMS = 2  # of a layer
 
 
 class Trait(NamedTuple):
-    """`value`: in the unit of its kind (KINDS). `source`: what says so, and where. `fitted`: the number is chosen by the
-    paper's fitting tables."""
+    """`value`: in the unit of its kind (KINDS). `source`: what says so, and where. `fitted`: the number is chosen by
+    the paper's fitting tables."""
 
     paper: str
     system: str
@@ -45,7 +45,9 @@ def _lanes(*lanes: Lane) -> Change:
     """All bytes of these lanes at so many a second."""
 
     def change(machine: MachineSpec, bytes_per_s: float) -> MachineSpec:
-        rates = (replace(r, s_per_byte=1 / bytes_per_s) if r.lane in lanes and r.s_per_byte else r for r in machine.rates)
+        rates = (
+            replace(r, s_per_byte=1 / bytes_per_s) if r.lane in lanes and r.s_per_byte else r for r in machine.rates
+        )
         return replace(machine, rates=tuple(rates))
 
     return change
