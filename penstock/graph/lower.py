@@ -76,17 +76,20 @@ class Lowering:
 
     # -- the pass -------------------------------------------------------------------------------------
 
-    def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
+    def step(self, p: Pass, answer: Answer | None = None, by_batches: bool = False) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
+
+        `by_batches`: of tasks that come again nothing is looked at but `like` and the batches, and numbers of rows are
+        data for who runs them. They may then be those of a pass with other numbers of rows (`Task.batches`).
 
         `answer(call)`: the experts that a router chose for each row, in rising order, or which neurons of a layer's FFN
         fire in each row, by their places. It is called only where a plan has caches, or units that are asked for: after
         the task of that call was handed out, and before any task that depends on the answer."""
-        repeated = self._repeats.find(p)
+        repeated = self._repeats.find(p, by_batches)
         if repeated is not None:
             yield from repeated
         else:
-            yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
+            yield from self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
@@ -119,6 +122,9 @@ class Lowering:
             self._begin_block(p, 2 * layers)
             yield from self._logits(p)
             self._sync()
+        for batch in p.batches:
+            if batch.hidden:
+                self._hidden(batch)
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
@@ -394,6 +400,17 @@ class Lowering:
             if n and main != HOST:
                 calls.copy(batch, "logits", 4 * n * spec.vocab, main, HOST)
                 calls.copy(batch, "best", 8 * n, main, HOST)
+
+    def _hidden(self, batch: Batch) -> None:
+        """The hidden states of all rows, float32 [T, d_embed], to where the embedding rows were that the pass began
+        with: nobody reads these any more, and the host has room for them whoever computes."""
+        calls, main, spec = self._calls, self.plan.main, self.plan.target.spec
+        nbytes = 4 * batch.total_rows * spec.d_embed
+        x, rows = calls.rows(main, batch, "x"), self.layout.act(main, batch.id, "rows", nbytes)
+        norm = ops.Norm(calls.whole("edges"), x, rows, calls.scratch(main), which="final", layer=None, every=True)
+        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, batch.total_rows, 2))
+        if main != HOST:
+            calls.copy(batch, "rows", nbytes, main, HOST)
 
     def _norm(
         self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]

@@ -6,7 +6,8 @@ gives its logits, so a mask costs no time where a pass takes longer than it: bel
 
 One child serves all answers, and remembers them. A schema that makes it take too much time or memory ends it. The
 answer that asked is tried again in a new child, where nothing else takes memory, and ends with an error if it breaks
-that one too. Other answers are told to the new child anew, with the tokens that they have.
+that one too. Other answers are told to the new child anew, with the tokens that they have. All answers of a pass wait
+for the slowest mask. So an answer whose masks take long, one by one within the limits, ends with an error too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from penstock.units import MIB, format_bytes
 
 # Of processor time. A schema of 2,000 properties compiles in 0.3 s, and is refused for its size then.
 _COMPILE_S, _STEP_S, _OPEN_S = 1.0, 0.5, 10.0
+# The masks of one answer may take so long together, beside what each of them may: most take below a millisecond.
+_ALL_STEPS_S, _EACH_STEP_S = _COMPILE_S + _STEP_S, 0.02
 _ANSWER_BYTES = 1 << 20
 # With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB.
 _CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256
@@ -129,25 +132,33 @@ class Guides:
     def _mask(self, known: _Known, tokens: list[int]) -> str:
         mask: str
         if known.child == self._child and tokens:
-            mask = self._try("step", [known.number, tokens[-1]], _STEP_S)
+            mask, taken_s = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:
-            mask = self._try("begin", [known.number, *known.rule, tokens], _COMPILE_S + _STEP_S)
+            mask, taken_s = self._try("begin", [known.number, *known.rule, tokens], _COMPILE_S + _STEP_S)
             known.child = self._child
+        known.taken_s += taken_s
+        masks = len(tokens) + 1
+        if known.taken_s > _ALL_STEPS_S + masks * _EACH_STEP_S:
+            raise BadRequest(
+                f"the JSON schema or grammar cannot be followed: {masks} tokens took it {known.taken_s:.1f} s of "
+                f"processor time, and others wait meanwhile"
+            )
         return mask
 
     def _ask(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
         self._ensure()
         try:
-            return self._try(action, arguments, cpu_s)
+            return self._try(action, arguments, cpu_s)[0]
         except _Broken as broken:
             raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
 
-    def _try(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
-        """Raises _Broken where the child took too much, BadRequest with the child's reason."""
+    def _try(self, action: str, arguments: list[Any], cpu_s: float) -> tuple[Any, float]:
+        """The child's answer, and the seconds of processor time that it took. Raises _Broken where it took too much,
+        BadRequest with the child's reason."""
         doing = "compiling it" if action in ("check", "begin") else "the next token"
         task = self._limits(doing, cpu_s)
         try:
-            return self._confined.ask(action, arguments, task)[0]
+            return self._confined.ask(action, arguments, task)
         except BrokenModel as error:
             raise _Broken(error.message.removeprefix(f"{task.file}: ")) from None
         except BadRequest as error:
@@ -190,10 +201,11 @@ class _Broken(Exception):
 
 
 class _Known:
-    """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none."""
+    """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none. `taken_s`: of
+    processor time, by its masks so far."""
 
     def __init__(self, number: int, rule: Rule) -> None:
-        self.number, self.rule, self.child = number, rule, 0
+        self.number, self.rule, self.child, self.taken_s = number, rule, 0, 0.0
 
 
 class Guide:

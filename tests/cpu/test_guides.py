@@ -241,6 +241,29 @@ def test_json_object_and_recursion(engine: Engine) -> None:
     assert "".join(engine.stream([5], greedy)) == text
 
 
+def test_masks_that_take_long_end_their_answer_and_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each within its limit: whoever is in the same pass would wait for every one of them."""
+    slow, quick = ({"type": "array", "items": {"type": kind}, "minItems": 12} for kind in ("integer", "boolean"))
+    ask = engine.guides._confined.ask
+    rules: dict[int, str] = {}
+
+    def slowly(action: str, arguments: list[Any], task: Any) -> tuple[Any, float]:
+        answer, taken_s = ask(action, arguments, task)
+        if action == "begin":
+            rules[arguments[0]] = arguments[2]
+        return answer, 0.2 if "integer" in rules.get(arguments[0], "") else taken_s
+
+    monkeypatch.setattr(engine.guides._confined, "ask", slowly)
+    heard = [Heard(), Heard()]
+    with closing(Service(engine, prompt_rows=4, queue=100)) as service:
+        for schema, each in zip((slow, quick), heard, strict=True):
+            params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, json_schema=json.dumps(schema))
+            service.submit([5], params, each.tell)
+        (text, failed), (_, ended) = (each.end() for each in heard)
+    assert isinstance(failed, Failed) and "others wait meanwhile" in failed.error.message
+    assert isinstance(ended, Ended) and len(text) < 40
+
+
 def test_answers_together_are_those_alone(engine: Engine) -> None:
     """Answers with and without a schema in one pass; each is what it is alone."""
     schemas = [{"enum": ["one", "two"]}, None, {"type": "array", "items": {"type": "integer"}, "maxItems": 9}, None] * 2
