@@ -24,7 +24,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.shorten import quick
 from penstock.planner.solve import flexgen
 from penstock.planner.solve.flexgen.program import Shares
-from penstock.planner.solve.flexgen.shape import Shape
+from penstock.planner.solve.flexgen.shape import BlockShape
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -238,7 +238,7 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
     rows = sorted({min(policy.gpu_batch, max(1, n // policy.prompt)) * policy.prompt for n in (2048, 1024, 512)})
     for chunk_rows in reversed(rows):
         for ring_layers in (2.0, 1.0):
-            shape = Shape(
+            shape = BlockShape(
                 problem, GPU.executor, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers,
                 policy.order,
             )  # fmt: skip
@@ -256,9 +256,8 @@ def _searched(policy: Policy) -> Policy:
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
         spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
-        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).get("device")
-        if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
-            best = found
+        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).values()
+        best = min((*found, *([best] if best else [])), key=lambda policy: policy.seconds_a_sequence, default=None)
     assert best is not None
     shape, where = best.shape, best.solution.policy
     return policy._replace(

@@ -24,7 +24,7 @@ from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo.memory import Choice
+from penstock.planner.solve.pipo.memory import Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -174,7 +174,7 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
     share, plan = policy.share, None
     while plan is None or (not problem.fits(plan) and policy.home != GPU.executor and share > 0.01):
         share -= 0.01 if plan else 0.0
-        choice = Choice(policy.home, "overlapped", share)
+        choice = Configuration(policy.home, "overlapped", share)
         plan = pipo.plan(problem, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
     return together(plan, ask, machine), share
 

@@ -146,7 +146,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     routers = routers_of(path, spec, ask.sparsity) if how.answers is None else _replayed(how.answers, spec)
     firing = firing_of(path, spec, ask.sparsity)
     kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
-    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing)
+    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing, keep=True)
     others = what_if(solved, ask, figures, routers, firing)
     points: tuple[Point, ...] = ()
     if how.compare and ask.objective == "throughput":

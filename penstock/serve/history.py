@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.graph.tasks import Pass
@@ -29,7 +30,6 @@ from penstock.planner import dominant
 from penstock.planner.dominant import Dominant
 from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction
-from penstock.serve.generation import Generation
 from penstock.spec import codec
 from penstock.spec import plan as plans
 from penstock.spec.machine import MachineSpec
@@ -37,6 +37,9 @@ from penstock.spec.places import CPU, GPU, is_disk
 from penstock.spec.plan import Plan
 from penstock.store.files import read_text, write_bytes
 from penstock.units import MIB
+
+if TYPE_CHECKING:  # it brings numpy, which planning does without
+    from penstock.serve.generation import Generation
 
 _KEPT, _RECENT = 500, 50  # runs in a file; alike runs that a band comes from
 _LEAST_STEPS = 4  # decode passes of a run that is kept

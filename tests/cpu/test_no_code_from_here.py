@@ -68,7 +68,7 @@ def test_a_command(command: str, trap: Trap, cache: Path, tmp_path: Path) -> Non
 
 
 def test_no_command_is_left_out() -> None:
-    names = {command.name for command in app.registered_commands}
+    names = {command.name for command in app().registered_commands}
     assert names == {command.split()[0] for command in COMMANDS if command != "--help"} | APART
 
 

@@ -37,7 +37,7 @@ from penstock.errors import DoesNotFit
 from penstock.planner.predict import predict
 from penstock.planner.solve import pipo
 from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.pipo.memory import Choice
+from penstock.planner.solve.pipo.memory import Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -145,7 +145,7 @@ def test_a_row_is_predicted_once_the_planner_has_plans(monkeypatch: pytest.Monke
 
     def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
         asked.append(problem.ask.use_device)
-        plan = pipo.plan(problem, Choice("disk0", "overlapped", 0.0), "gpu0", 512)
+        plan = pipo.plan(problem, Configuration("disk0", "overlapped", 0.0), "gpu0", 512)
         yield Candidate(name, plan, ())
 
     monkeypatch.setattr(comparing, "candidates", planner)
@@ -334,7 +334,7 @@ def test_together_is_what_predict_says() -> None:
     for batch in (1, 4):
         ask = Ask(prompt_tokens=128, output_tokens=32, batch=batch, context=160)
         problem = Problem(ask, LLAMA_1B, parse_format("int4"), WITH_DEVICE)
-        plan = pipo.plan(problem, Choice("host", "overlapped"), "host", 128 * batch)
+        plan = pipo.plan(problem, Configuration("host", "overlapped"), "host", 128 * batch)
         found, expected = together(plan, ask, WITH_DEVICE), predict(plan, ask, WITH_DEVICE, spread=False)
         assert found.step_s == pytest.approx(batch / expected.decode_tokens_per_s, rel=0.01)
         assert found.ttft_s == pytest.approx(expected.ttft_s, rel=0.01)
