@@ -19,7 +19,7 @@ TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve page-shots gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -29,7 +29,7 @@ help: ## list these targets
 demo: .venv/run.stamp ## run a bundled model with half of its weights streaming from disk; no GPU, no torch, no download
 	@$(BIN)/penstock demo
 
-test: .venv/test.stamp ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
+test: .venv/test.stamp build/axe ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
 	@$(PYTEST) $(ARGS)
 
 check: .venv/test.stamp ## lint, formatting, types, generated documentation
@@ -94,6 +94,9 @@ bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, 
 bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.86 GB and in memory, a prompt that joins, prefixes, load foretold, a soak
 	@$(BIN)/python -m bench.serve $(ARGS)
 
+page-shots: .venv/test.stamp ## pictures of the page in fixed states, into docs/page (needs chromium)
+	@$(BIN)/python -m bench.page_shots $(ARGS)
+
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
 	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \
 	    pytest hypothesis ml_dtypes
@@ -128,6 +131,11 @@ clean: ## remove .venv, build and caches
 	@echo "make: installing what draws plots"
 	@$(PIP) --no-build-isolation -e '.[plot]'
 	@touch $@
+
+# axe-core looks at the page. Without npm, or without a network, its tests are skipped, and say so.
+build/axe:
+	@npm install --prefix build/axe-new --no-audit --no-fund --silent --fetch-retries=0 --fetch-timeout=30000 axe-core@4 >/dev/null 2>&1 \
+	    && mv build/axe-new $@ || echo "make: no axe-core from npm: what it tests is skipped"
 
 # lm-eval asks a server in `make fuzz`. Its packages go back years to satisfy our pins, so it has an environment of its own.
 build/lm-eval/stamp:

@@ -51,17 +51,37 @@ def guide_bytes(vocab: int) -> int:
 
 
 class Allowed:
-    """What may come next. `tokens`: bool [V]. `end`: the text may end here. `only_end`: nothing else may come."""
+    """What may come next. `choice`: ids, int64 [n], rising, where they are few, else bool [V]. `end`: the text may end
+    here. `only_end`: nothing else may come."""
 
-    def __init__(self, bits: bytes, vocab: int, eos_ids: frozenset[int], known: int) -> None:
-        """`bits`: of ids below `known`, then one for the end."""
-        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=known + 1, bitorder="little").view(np.bool_)
-        self.tokens: NDArray[np.bool_] = np.zeros(vocab, np.bool_)
-        n = min(vocab, known)
-        self.tokens[:n] = flags[:n]
-        self.end, self.only_end = bool(flags[known]), not self.tokens.any()
+    def __init__(self, mask: str | list[int], vocab: int, eos_ids: frozenset[int], known: int) -> None:
+        """`mask`: as the child gives it, of ids below `known`, which stands for the end."""
+        ends, most = [i for i in eos_ids if 0 <= i < vocab], min(vocab, known)
+        self._vocab = vocab
+        self.choice: NDArray[np.bool_] | NDArray[np.int64]
+        if isinstance(mask, list):
+            self.end = known in mask
+            ids = {i for i in mask if i < most}
+            self.only_end = not ids
+            self.choice = np.array(sorted(ids | set(ends if self.end else ())), np.int64)
+            return
+        bits = np.frombuffer(base64.b64decode(mask), np.uint8)
+        flags = np.unpackbits(bits, count=known + 1, bitorder="little").view(np.bool_)
+        tokens = np.zeros(vocab, np.bool_)
+        tokens[:most] = flags[:most]
+        self.end, self.only_end = bool(flags[known]), not tokens.any()
         if self.end:
-            self.tokens[[i for i in eos_ids if 0 <= i < vocab]] = True
+            tokens[ends] = True
+        self.choice = tokens
+
+    @property
+    def tokens(self) -> NDArray[np.bool_]:
+        """bool [V]: the ids that may come."""
+        if self.choice.dtype == np.bool_:
+            return self.choice.view(np.bool_)
+        tokens = np.zeros(self._vocab, np.bool_)
+        tokens[self.choice] = True
+        return tokens
 
 
 class Guides:
@@ -127,10 +147,10 @@ class Guides:
                 mask = self._mask(known, tokens)
             except _Broken as broken:
                 raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
-        return Allowed(base64.b64decode(mask), self._vocab, self._tokenizer.eos_ids, self._known)
+        return Allowed(mask, self._vocab, self._tokenizer.eos_ids, self._known)
 
-    def _mask(self, known: _Known, tokens: list[int]) -> str:
-        mask: str
+    def _mask(self, known: _Known, tokens: list[int]) -> str | list[int]:
+        mask: str | list[int]
         if known.child == self._child and tokens:
             mask, taken_s = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:

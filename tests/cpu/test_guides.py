@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -145,10 +146,18 @@ def test_every_token_has_its_bytes() -> None:
 
 
 def test_masks_as_they_come() -> None:
-    allowed = Allowed(bytes([0b0001_0011, 0]), 6, frozenset([3, 99]), 4)
-    assert allowed.tokens.tolist() == [True, True, False, True, False, False] and allowed.end and not allowed.only_end
-    last = Allowed(bytes([0b0001_0000]), 6, frozenset([3]), 4)
-    assert last.end and last.only_end and last.tokens.tolist() == [False, False, False, True, False, False]
+    def bits(*values: int) -> str:
+        return base64.b64encode(bytes(values)).decode()
+
+    for mask in (bits(0b0001_0011, 0), [0, 1, 4]):
+        allowed = Allowed(mask, 6, frozenset([3, 99]), 4)
+        assert allowed.tokens.tolist() == [True, True, False, True, False, False]
+        assert allowed.end and not allowed.only_end
+    assert allowed.choice.tolist() == [0, 1, 3]
+    for mask in (bits(0b0001_0000), [4]):
+        last = Allowed(mask, 6, frozenset([3]), 4)
+        assert last.tokens.tolist() == [False, False, False, True, False, False] and last.end and last.only_end
+    assert not Allowed([5], 6, frozenset([3]), 4).end
 
 
 def small(draw: Any, depth: int) -> Any:

@@ -89,3 +89,12 @@ def test_what_is_not_there_is_refused_by_name(model: type[BaseModel], body: dict
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
     assert says in what_is_wrong(refused.value.errors())[0]
+
+
+def test_calls_as_open_webui_sends_them_to_ollama() -> None:
+    call = {"index": 0, "id": "call_1", "function": {"name": "get_weather", "arguments": {"city": "Ulm"}}}
+    body = {**A, "messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    (message,) = OllamaChat.model_validate(body).conversation()
+    assert message["tool_calls"] == [
+        {"id": "call_1", "function": {"name": "get_weather", "arguments": {"city": "Ulm"}}}
+    ]

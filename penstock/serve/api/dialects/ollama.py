@@ -95,7 +95,10 @@ class CalledFunction(Sent):
 
 
 class Called(Sent):
+    """`index`: Open WebUI has it here, Ollama beside the name."""
+
     id: str | None = None
+    index: int | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
