@@ -1,5 +1,6 @@
 """`python -m bench.files`: GGUF files as people have them, beside llama.cpp on the very same file.
 
+gpt-oss-20b's shape in MXFP4: decode and prefill in RAM, decode within 8 GB (`bench.files_mxfp4`).
 Of an 8B shape with random blocks, in the mixtures Q4_K_M and Q4_0 of llama.cpp's quantiser: packing beside the disk's
 rate, from the command to the first word, decode and prefill in RAM, decode within a memory cgroup. Of the bundled
 model, quantised by llama.cpp itself: perplexity, greedy agreement and KL divergence. Engines take turns, ceilings are
@@ -21,13 +22,14 @@ from typing import Any
 from bench.ceilings import Ceilings
 from bench.cpu import Ceilings as RamCeilings
 from bench.cpu import spread
+from bench.files_mxfp4 import Mxfp4
+from bench.files_mxfp4 import measure as measure_mxfp4
 from bench.files_quality import TEXT, compare
 from bench.files_start import Start
 from bench.offload import Setting
 from bench.offload_engines import Engines, tell
 from bench.peers import Worker
-from bench.peers.random_gguf import MIXES, bytes_per_token, load_config, write
-from penstock.models import model_types
+from bench.peers.random_gguf import MIXES, MXFP4, bytes_per_token, load_config, write
 from penstock.runtime import host
 from penstock.runtime.probe import cpu_name
 from penstock.units import GIB, format_bytes
@@ -155,16 +157,18 @@ def measure(engines: FileEngines, wanted: argparse.Namespace) -> Figures:
     return found
 
 
-def of_mxfp4() -> Figures:
-    """gpt-oss-20b's shape: null until its model type is here, with a file of its shape."""
+def of_mxfp4(folder: Path, wanted: argparse.Namespace) -> Figures:
+    """gpt-oss-20b's shape as it is published."""
     names = ("decode_vs_llamacpp", "prefill_vs_llamacpp", "offload_vs_llamacpp", "perplexity_ratio")
-    known = "gpt_oss" in model_types()
-    why = (
-        "no file of gpt-oss's shape is written by this bench yet"
-        if known
-        else "the model type gpt_oss does not run yet"
-    )
-    return {**dict.fromkeys(names), "reason": why}
+    figures: Figures = dict.fromkeys(names)
+    sections = tuple(name for name in ("ram", "offload") if name in wanted.only)
+    if MXFP4 not in wanted.mixes or not sections:
+        return figures | {"reason": "not asked for"}
+    bench = Mxfp4(folder, wanted.mxfp4_layers)
+    figures |= measure_mxfp4(bench, wanted.rounds, sections)
+    if not wanted.keep:
+        bench.remove()
+    return figures | {"perplexity_reason": "no trained model of the type is at hand"}
 
 
 def _told(figures: Figures) -> str:
@@ -173,11 +177,14 @@ def _told(figures: Figures) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="where files lie; default a temporary folder (16 GB are written)")
+    parser.add_argument(
+        "--folder", type=Path, help="where files lie; default a temporary folder (16 GB are written, 24 GB of gpt-oss)"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the files in --folder for the next time")
     parser.add_argument("--shape", type=Path, default=CONFIG, metavar="CONFIG.JSON", help="of another llama")
     parser.add_argument("--limit-gb", type=float, default=LIMIT_GB, help="of the cgroup")
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=MIXES)
+    parser.add_argument("--mixes", nargs="+", choices=(*MIXES, MXFP4), default=(*MIXES, MXFP4))
+    parser.add_argument("--mxfp4-layers", type=int, help="so many of gpt-oss-20b's 24 layers, for less time and disk")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=Path, default=TEXT, help="that perplexity is of")
@@ -188,20 +195,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
         folder = (wanted.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        for mix in wanted.mixes:
+        for mix in [mix for mix in wanted.mixes if mix != MXFP4]:
             if set(wanted.only) - {"quality"}:
                 results[mix] |= measure(FileEngines(folder, wanted.shape, mix), wanted)
             if "quality" in wanted.only:
                 results[mix] |= compare(mix, wanted.text, wanted.characters, Path(temporary))
-        results["mxfp4"] = of_mxfp4()
-    for mix in wanted.mixes:
+        results[MXFP4] = of_mxfp4(folder, wanted)
+    for mix in results:
         for name, bar in BARS.items():
             if results[mix].get(name) is not None:
                 print(f"{mix:8} {name:28} {results[mix][name]:8.3f}  (bar {bar})")
         for name, value in results[mix].items():
             if name not in BARS and isinstance(value, float | int | None):
                 print(f"{mix:8} {name:28} {value if value is None else format(value, '.6g')}")
-    print(f"mxfp4    {results['mxfp4']['reason']}")
     machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
     facts = {"bench": "files", "shape": wanted.shape.stem, "rounds": wanted.rounds, "machine": machine}
     print(json.dumps({**facts, "took_s": time.perf_counter() - start_s, **results}))

@@ -419,6 +419,8 @@ void bind_ops(nb::module_& m) {
     ops.def("norm", &Kernels::norm,
             SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
             SAME(NormOp, h));
+    ops.def("order", &Kernels::order,
+            SAME(OrderOp, order), SAME(OrderOp, rows), SAME(OrderOp, t), SAME(OrderOp, d), SCRATCH(OrderOp));
     ops.def("merge", &Kernels::merge,
             SAME(MergeOp, out), SAME(MergeOp, after), SAME(MergeOp, bias), SAME(MergeOp, x), SAME(MergeOp, partials),
             SAME(MergeOp, t), SAME(MergeOp, d), SCRATCH(MergeOp), SAME(MergeOp, expert_bias), SAME(MergeOp, routes),

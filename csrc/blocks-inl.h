@@ -156,16 +156,6 @@ template <Kind kind>
     return codes;
 }
 
-// Byte b of each row as a float8 (e4m3, without infinities): a sign, 4 bits of an exponent, 3 of a mantissa. They are
-// put where float32 has them. Its exponent is then 120 too small, also for numbers below 2^-6, which float32 has below
-// its least normal number too.
-template <int b>
-inline F f_float8(const Line& x) {
-    constexpr std::int32_t kMagnitude = 0x07f00000, kSign = std::int32_t(0x80000000U);
-    const Line magnitude = b < 3 ? l_left(x, 20 - 8 * b, kMagnitude) : l_right(x, 8 * b - 20, kMagnitude);
-    return f_mul(f_bits(l_or(magnitude, l_left(x, 24 - 8 * b, kSign))), f_set(0x1p120F));
-}
-
 // sums += one group of k tiles, which are `next` bytes apart: Σ (code - offset) · q by integers, times scale · x_scale,
 // plus minimum · x_sum. `p`: the group's lines in the first tile. `g`: its number in the block.
 template <Kind kind, int n, int k>
@@ -283,57 +273,13 @@ void dot_rounded(const Matrix& m, const Series& series, const Operand& x, Sums<n
     out = sums;
 }
 
-// Calls each(column, number of each row) for the columns of a tile.
-template <Kind kind, class Each>
-void widen_blocks(const Matrix& m, const std::uint8_t* p, const Each& each) {
-    constexpr Blocks kLayout = blocks_of(kind);
-    const int span = kLayout.span(m.cols);
-    for (int c = 0; c < m.cols; c += span) {
-        const BlockFactors<kind> factors(p, span);
-        p += kLayout.header_bytes(span);
-        for (int g = 0; g < span / kBlockGroup; ++g, p += 64 * (kLayout.low + kLayout.high)) {
-            for (int l = 0; l < 8; ++l) {
-                const int i = kLayout.scale_of(kBlockGroup * g + 4 * l);
-                const F scale = factors.scale[i];
-                const int column = c + kBlockGroup * g + 4 * l;
-                if constexpr (kind == Kind::kFloat8) {
-                    const Line four = four_codes<kind>(p, l);
-                    each(column, f_mul(f_float8<0>(four), scale));
-                    each(column + 1, f_mul(f_float8<1>(four), scale));
-                    each(column + 2, f_mul(f_float8<2>(four), scale));
-                    each(column + 3, f_mul(f_float8<3>(four), scale));
-                    continue;
-                }
-                F minimum;
-                if constexpr (BlockFactors<kind>::kMinimum) {
-                    minimum = factors.minimum[i];
-                } else {
-                    minimum = f_mul(scale, f_set(static_cast<float>(-kLayout.offset)));
-                }
-                const Line codes = four_codes<kind>(p, l);
-                each(column, f_fma(f_byte<0>(codes), scale, minimum));
-                each(column + 1, f_fma(f_byte<1>(codes), scale, minimum));
-                each(column + 2, f_fma(f_byte<2>(codes), scale, minimum));
-                each(column + 3, f_fma(f_byte<3>(codes), scale, minimum));
-            }
-        }
-    }
-}
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA
 
-// Activations that are not rounded: weights are widened, and multiplied as floats.
-template <Kind kind, int n>
-void dot_widened(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
-    for (int i = 0; i < series.count; ++i) {
-        F even[n], odd[n];
-        for (int r = 0; r < n; ++r) even[r] = odd[r] = f_zero();
-        const float* const a = x.f + std::ptrdiff_t(i) * m.cols * n;
-        widen_blocks<kind>(m, series.first + std::size_t(i) * series.stride, [&](int column, F w) {
-            F* const into = column % 2 == 0 ? even : odd;
-            for (int r = 0; r < n; ++r) into[r] = f_fma(w, f_set(a[column * n + r]), into[r]);
-        });
-        for (int r = 0; r < n; ++r) out.at[r][0] = f_add(out.at[r][0], f_add(even[r], odd[r]));
-    }
-}
+#include "blocks-widened-inl.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
 
 // Calls run.operator()<kind>() for a matrix in blocks.
 template <class Run>

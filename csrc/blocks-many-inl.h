@@ -1,6 +1,6 @@
-// Products of many rows with weights in the formats of spec/blocks.py, for instruction sets with 32 registers. Scales
-// and minimums of some groups, and codes where that takes long, are unpacked once, and multiplied with panel after
-// panel. Included after blocks-inl.h.
+// Products of many rows with weights in the formats of spec/blocks.py, for x86's vectors. Scales and minimums of some
+// groups, and codes where that takes long, are unpacked once, and multiplied with panel after panel. Included after
+// blocks-inl.h.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
@@ -8,12 +8,15 @@ namespace {
 
 constexpr int kUnpackedGroups = 8;  // at a time: 4 KiB of factors and 8 of codes, which stay in the L1 cache
 constexpr int kUnpackedPanels = 8;  // that take them one after the other: their sums take 6 KiB
+constexpr bool kHoldsSums = kWideRows * kWideTiles > 4;  // there are registers for sums beside those of a group
 using WideSums = F[kWideRows][kWideTiles];
 
 // Whether codes are unpacked too. With two scales a group there are no registers left to do it beside the products: a
 // prompt in q6_k took 1.58 times as long as in int4, and takes 1.31. The others lose 4 % by it, since processors store
-// a vector a cycle.
-constexpr bool unpacks(Kind kind) { return blocks_of(kind).scaled < kBlockGroup; }
+// a vector a cycle. With 16 registers of half the width all are unpacked but those that are bytes already.
+constexpr bool unpacks(Kind kind) {
+    return kHoldsSums ? blocks_of(kind).scaled < kBlockGroup : blocks_of(kind).low < 8;
+}
 
 // Groups of two tiles. `lines`: of the first tile; those of the second are `next` bytes further on. Scales and minimums
 // are as BlockFactors has them.
@@ -59,12 +62,14 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
     constexpr Blocks kLayout = blocks_of(kind);
     constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout), kFours = 8 / kParts;
     constexpr bool kMinimum = BlockFactors<kind>::kMinimum;
+    constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
     // With two scales a group sums stay in memory: there are no registers for them beside the sums of a group.
-    constexpr bool kHeld = kParts == 1;
-    F sums[n][k];
+    constexpr bool kHeld = kParts == 1 && kHoldsSums;
+    F held[n][k];
     for (int r = 0; kHeld && r < n; ++r) {
-        for (int i = 0; i < k; ++i) sums[r][i] = to[r][i];
+        for (int i = 0; i < k; ++i) held[r][i] = to[r][i];
     }
+    WideSums& sums = kHeld ? held : to;
     for (int g = 0; g < count; ++g, x = x.at(kBlockGroup, 1, n)) {
         F scaled[n][k];
 #pragma GCC unroll 2
@@ -91,7 +96,7 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
                 }
                 for (int r = 0; r < n; ++r) {
                     for (int i = 0; i < k; ++i) {
-                        whole[r][i] = i_dot<false>(whole[r][i], codes[i], x.q + (l * n + r) * 4);
+                        whole[r][i] = i_dot<kNarrow>(whole[r][i], codes[i], x.q + (l * n + r) * 4);
                     }
                 }
             }
@@ -124,7 +129,7 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
         }
     }
     for (int r = 0; kHeld && r < n; ++r) {
-        for (int i = 0; i < k; ++i) to[r][i] = sums[r][i];
+        for (int i = 0; i < k; ++i) to[r][i] = held[r][i];
     }
 }
 

@@ -420,6 +420,15 @@ struct NormOp {
     float* h;
 };
 
+// rows [T, D]: column i becomes what column order[i] was. `order` float32 [D] comes from a file: numbers that are no
+// column count as 0.
+struct OrderOp {
+    const float* order;
+    float* rows;
+    int t, d;
+    Scratch scratch;
+};
+
 // x [T, D] += out(Σ partials [T, D] + bias [D]), then x = after(x). With `expert_bias` [X, D] (null: none) the bias of
 // a row is Σ weight · that of each of its experts, in the order of `routes`, which has `active` of a row.
 struct MergeOp {
@@ -474,6 +483,7 @@ struct Kernels {
     bool (*qkv)(Pool&, const QkvOp&);
     bool (*attend)(Pool&, const AttendOp&);
     bool (*norm)(Pool&, const NormOp&);
+    bool (*order)(Pool&, const OrderOp&);
     bool (*merge)(Pool&, const MergeOp&);
     bool (*embed)(Pool&, const EmbedOp&);
     bool (*gather)(Pool&, const GatherOp&);

@@ -18,11 +18,10 @@
 
 namespace penstock {
 
-const Kernels kAvx2Kernels{"avx2",         &avx2::project,      &avx2::head,          &avx2::out,
-                           &avx2::ffn,     &avx2::fire_neurons, &avx2::route,         &avx2::experts,
-                           &avx2::combine, &avx2::gate,         &avx2::qkv,           &avx2::attend,
-                           &avx2::norm,    &avx2::merge,        &avx2::embed,         &avx2::gather,
-                           &avx2::predict, &avx2::widen,        &avx2::int8_products, &avx2::float_products,
-                           &avx2::hash};
+const Kernels kAvx2Kernels{
+    "avx2",       &avx2::project,       &avx2::head,           &avx2::out,   &avx2::ffn,    &avx2::fire_neurons,
+    &avx2::route, &avx2::experts,       &avx2::combine,        &avx2::gate,  &avx2::qkv,    &avx2::attend,
+    &avx2::norm,  &avx2::order,         &avx2::merge,          &avx2::embed, &avx2::gather, &avx2::predict,
+    &avx2::widen, &avx2::int8_products, &avx2::float_products, &avx2::hash};
 
 }  // namespace penstock

@@ -18,11 +18,13 @@
 
 namespace penstock {
 
-const Kernels kAvx512Kernels{"avx512",         &avx512::project,      &avx512::head,          &avx512::out,
-                             &avx512::ffn,     &avx512::fire_neurons, &avx512::route,         &avx512::experts,
-                             &avx512::combine, &avx512::gate,         &avx512::qkv,           &avx512::attend,
-                             &avx512::norm,    &avx512::merge,        &avx512::embed,         &avx512::gather,
-                             &avx512::predict, &avx512::widen,        &avx512::int8_products, &avx512::float_products,
+const Kernels kAvx512Kernels{"avx512",       &avx512::project,       &avx512::head,
+                             &avx512::out,   &avx512::ffn,           &avx512::fire_neurons,
+                             &avx512::route, &avx512::experts,       &avx512::combine,
+                             &avx512::gate,  &avx512::qkv,           &avx512::attend,
+                             &avx512::norm,  &avx512::order,         &avx512::merge,
+                             &avx512::embed, &avx512::gather,        &avx512::predict,
+                             &avx512::widen, &avx512::int8_products, &avx512::float_products,
                              &avx512::hash};
 
 }  // namespace penstock

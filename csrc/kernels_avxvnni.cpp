@@ -18,12 +18,13 @@
 
 namespace penstock {
 
-const Kernels kAvxVnniKernels{
-    "avxvnni",         &avxvnni::project,      &avxvnni::head,          &avxvnni::out,
-    &avxvnni::ffn,     &avxvnni::fire_neurons, &avxvnni::route,         &avxvnni::experts,
-    &avxvnni::combine, &avxvnni::gate,         &avxvnni::qkv,           &avxvnni::attend,
-    &avxvnni::norm,    &avxvnni::merge,        &avxvnni::embed,         &avxvnni::gather,
-    &avxvnni::predict, &avxvnni::widen,        &avxvnni::int8_products, &avxvnni::float_products,
-    &avxvnni::hash};
+const Kernels kAvxVnniKernels{"avxvnni",       &avxvnni::project,       &avxvnni::head,
+                              &avxvnni::out,   &avxvnni::ffn,           &avxvnni::fire_neurons,
+                              &avxvnni::route, &avxvnni::experts,       &avxvnni::combine,
+                              &avxvnni::gate,  &avxvnni::qkv,           &avxvnni::attend,
+                              &avxvnni::norm,  &avxvnni::order,         &avxvnni::merge,
+                              &avxvnni::embed, &avxvnni::gather,        &avxvnni::predict,
+                              &avxvnni::widen, &avxvnni::int8_products, &avxvnni::float_products,
+                              &avxvnni::hash};
 
 }  // namespace penstock

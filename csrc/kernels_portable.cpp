@@ -18,12 +18,13 @@
 
 namespace penstock {
 
-const Kernels kPortableKernels{
-    "portable",         &portable::project,      &portable::head,          &portable::out,
-    &portable::ffn,     &portable::fire_neurons, &portable::route,         &portable::experts,
-    &portable::combine, &portable::gate,         &portable::qkv,           &portable::attend,
-    &portable::norm,    &portable::merge,        &portable::embed,         &portable::gather,
-    &portable::predict, &portable::widen,        &portable::int8_products, &portable::float_products,
-    &portable::hash};
+const Kernels kPortableKernels{"portable",       &portable::project,       &portable::head,
+                               &portable::out,   &portable::ffn,           &portable::fire_neurons,
+                               &portable::route, &portable::experts,       &portable::combine,
+                               &portable::gate,  &portable::qkv,           &portable::attend,
+                               &portable::norm,  &portable::order,         &portable::merge,
+                               &portable::embed, &portable::gather,        &portable::predict,
+                               &portable::widen, &portable::int8_products, &portable::float_products,
+                               &portable::hash};
 
 }  // namespace penstock

@@ -63,6 +63,24 @@ bool norm(Pool& pool, const NormOp& op) {
     return true;
 }
 
+bool order(Pool& pool, const OrderOp& op) {
+    Scratch scratch = op.scratch;
+    auto* const columns = take<std::int32_t>(scratch, std::size_t(op.d));
+    auto* const memory = take<float>(scratch, std::size_t(op.t) * std::size_t(op.d));
+    if (columns == nullptr || memory == nullptr) return false;
+    for (int i = 0; i < op.d; ++i) {
+        const float number = op.order[i];
+        columns[i] = number >= 0 && number < static_cast<float>(op.d) ? static_cast<std::int32_t>(number) : 0;
+    }
+    each_row(pool, op.t, op.d, [&](int row) {
+        float* const to = op.rows + std::ptrdiff_t(row) * op.d;
+        float* const before = memory + std::ptrdiff_t(row) * op.d;
+        std::memcpy(before, to, std::size_t(op.d) * 4);
+        for (int i = 0; i < op.d; ++i) to[i] = before[columns[i]];
+    });
+    return true;
+}
+
 bool merge(Pool& pool, const MergeOp& op) {
     const int t = op.t, d = op.d;
     const auto& partials = op.partials;
@@ -125,10 +143,13 @@ void tile_row(const Matrix& m, const std::uint8_t* tile, int r, float* out) {
     const std::size_t row = std::size_t(r);
     if (in_blocks(m.kind)) {
         by_blocks(m.kind, [&]<Kind kind>() {
-            widen_blocks<kind>(m, tile, [&](int column, F numbers) {
-                alignas(64) float lanes[16];
-                f_store(lanes, numbers);
-                out[column] = lanes[r];
+            widen_blocks<kind>(m, tile, 0, false, [&](int column, F w0, F w1, F w2, F w3) {
+                const F four[4] = {w0, w1, w2, w3};
+                for (int i = 0; i < 4; ++i) {
+                    alignas(64) float lanes[16];
+                    f_store(lanes, four[i]);
+                    out[column + i] = lanes[r];
+                }
             });
         });
         return;

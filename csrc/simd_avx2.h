@@ -16,6 +16,7 @@ struct I {
 using Line = I;
 
 constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr bool kUnpacksBlocks = true;
 
 inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F f_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -153,6 +154,10 @@ inline Line line(const void* p) {
     const auto* v = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};
 }
+inline void l_store(void* p, Line x) {  // p: a multiple of 32
+    _mm256_store_si256(static_cast<__m256i*>(p), x.a);
+    _mm256_store_si256(static_cast<__m256i*>(p) + 1, x.b);
+}
 inline __m256i low4(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Line low_nibbles(Line x) { return {low4(x.a), low4(x.b)}; }
 inline Line high_nibbles(Line x) { return {low4(_mm256_srli_epi16(x.a, 4)), low4(_mm256_srli_epi16(x.b, 4))}; }
@@ -177,6 +182,12 @@ inline Line l_right(Line x, int bits, std::int32_t mask) {
     const __m256i kept = _mm256_set1_epi32(mask);
     return {_mm256_and_si256(_mm256_srl_epi32(x.a, by), kept), _mm256_and_si256(_mm256_srl_epi32(x.b, by), kept)};
 }
+// With copies of the sign for what comes in.
+inline Line l_right_signed(Line x, int bits, std::int32_t mask) {
+    const __m128i by = _mm_cvtsi32_si128(bits);
+    const __m256i kept = _mm256_set1_epi32(mask);
+    return {_mm256_and_si256(_mm256_sra_epi32(x.a, by), kept), _mm256_and_si256(_mm256_sra_epi32(x.b, by), kept)};
+}
 inline Line l_left(Line x, int bits, std::int32_t mask) {
     const __m128i by = _mm_cvtsi32_si128(bits);
     const __m256i kept = _mm256_set1_epi32(mask);
@@ -189,6 +200,7 @@ inline Line l_lookup(Line x, const std::uint8_t* table) {
     return {_mm256_shuffle_epi8(all, x.a), _mm256_shuffle_epi8(all, x.b)};
 }
 // Byte b of each row, unsigned or signed.
+constexpr bool kLooksUpWords = false;
 inline F f_byte_at(Line x, int b) {
     const Line bytes = l_right(x, 8 * b, 255);
     return {_mm256_cvtepi32_ps(bytes.a), _mm256_cvtepi32_ps(bytes.b)};

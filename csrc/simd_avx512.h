@@ -15,6 +15,7 @@ using Line = __m512i;  // 64 bytes of a tile: 16 rows × 4 bytes
 // tiles at once where there are many rows. Eight chains of int8 products and eight sums fit into the 32 registers. So
 // do 6 × 2 of each, which need one broadcast for two products.
 constexpr int kFewRows = 8, kWideRows = 6, kWideTiles = 2;
+constexpr bool kUnpacksBlocks = true;  // products of many rows with weights in blocks go through blocks-many-inl.h
 
 inline F f_zero() { return _mm512_setzero_ps(); }
 inline F f_set(float x) { return _mm512_set1_ps(x); }
@@ -131,6 +132,10 @@ inline F f_bf16_odd(Line x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm
 inline Line l_right(Line x, int bits, std::int32_t mask) {
     return _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(bits)), _mm512_set1_epi32(mask));
 }
+// With copies of the sign for what comes in.
+inline Line l_right_signed(Line x, int bits, std::int32_t mask) {
+    return _mm512_and_si512(_mm512_sra_epi32(x, _mm_cvtsi32_si128(bits)), _mm512_set1_epi32(mask));
+}
 inline Line l_left(Line x, int bits, std::int32_t mask) {
     return _mm512_and_si512(_mm512_sll_epi32(x, _mm_cvtsi32_si128(bits)), _mm512_set1_epi32(mask));
 }
@@ -140,6 +145,14 @@ inline Line l_lookup(Line x, const std::uint8_t* table) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), x);
 }
 // Byte b of each row, unsigned or signed.
+constexpr bool kLooksUpWords = true;
+// Of each 16 bits the number of `table` [128] that the lower seven bits say. table: a multiple of 64.
+inline Line l_words_of(Line x, const std::uint16_t* table) {
+    const auto part = [table](int i) { return _mm512_load_si512(table + 32 * i); };
+    const Line low = _mm512_permutex2var_epi16(part(0), x, part(1)),
+               high = _mm512_permutex2var_epi16(part(2), x, part(3));
+    return _mm512_mask_blend_epi16(_mm512_test_epi16_mask(x, _mm512_set1_epi16(64)), low, high);
+}
 inline F f_byte_at(Line x, int b) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(8 * b)), _mm512_set1_epi32(255)));
 }

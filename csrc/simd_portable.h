@@ -18,6 +18,7 @@ struct Line {
 };
 
 constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr bool kUnpacksBlocks = false;
 
 #define PENSTOCK_LANES for (int i = 0; i < 16; ++i)
 
@@ -244,6 +245,11 @@ inline Line l_right(Line x, int bits, std::int32_t mask) {
     PENSTOCK_LANES x.v[i] = x.v[i] >> bits & static_cast<std::uint32_t>(mask);
     return x;
 }
+// With copies of the sign for what comes in.
+inline Line l_right_signed(Line x, int bits, std::int32_t mask) {
+    PENSTOCK_LANES x.v[i] = static_cast<std::uint32_t>(static_cast<std::int32_t>(x.v[i]) >> bits & mask);
+    return x;
+}
 inline Line l_left(Line x, int bits, std::int32_t mask) {
     PENSTOCK_LANES x.v[i] = x.v[i] << bits & static_cast<std::uint32_t>(mask);
     return x;
@@ -262,6 +268,7 @@ inline Line l_lookup(Line x, const std::uint8_t* table) {
     return x;
 }
 // Byte b of each row, unsigned or signed.
+constexpr bool kLooksUpWords = false;
 inline F f_byte_at(const Line& x, int b) {
     F r;
     PENSTOCK_LANES r.v[i] = static_cast<float>(x.v[i] >> 8 * b & 255U);

@@ -268,7 +268,7 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
         by_width.template operator()<1>();
     };
     int row = lo;
-    if constexpr (kWideRows == 6) {
+    if constexpr (kUnpacksBlocks) {
         // Whole panels, of weights in blocks that are unpacked for several of them.
         const int wide = x.count > kFewRows ? std::min(hi, x.count / kWideRows * kWideRows) : lo;
         while (in_blocks(m.kind) && x.q != nullptr && tiles.count == kWideTiles && row < wide) {

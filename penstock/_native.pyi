@@ -317,6 +317,10 @@ class _Ops:
     def norm(self, *, norm: Norm, x: int, chosen: int, t: int, d: int, h: int) -> None:
         """h [t, d] = norm of x's rows, or of those that `chosen` int32 [t] names (0: all)."""
 
+    def order(self, *, order: int, rows: int, t: int, d: int, scratch: int, scratch_bytes: int) -> None:
+        """Column i of rows [t, d] becomes what column order[i] was. `order` float32 [d]: what is no column counts as
+        0."""
+
     def merge(
         self, *, out: Norm, after: Norm, bias: int, x: int, partials: Sequence[int], t: int, d: int, scratch: int,
         scratch_bytes: int, expert_bias: int, routes: int, active: int,

@@ -25,6 +25,8 @@ def random_blocks(kind: str, rows: int, cols: int, rng: np.random.Generator, siz
     for at in _HALVES.get(kind, (0,)):
         d = (size * rng.normal(size=blocks.shape[:2])).astype(np.float16)
         blocks[:, :, at : at + 2] = d[..., None].view(np.uint8)
+    if kind == "mxfp4" and size == 1.0:
+        blocks[:, :, 0] = np.minimum(blocks[:, :, 0], 252)  # beyond, 6 times the scale is infinite
     if kind == "mxfp4" and size != 1.0:
         blocks[:, :, 0] = 128 + int(np.log2(size)) + rng.integers(-2, 2, blocks.shape[:2])
     return raw

@@ -1,8 +1,9 @@
-"""A GGUF of the shape of a llama or a qwen3_moe with random weights, for llama.cpp.
+"""A GGUF of the shape of a llama, a qwen3_moe or a gpt_oss with random weights, for llama.cpp.
 
 By default every matrix is in Q4_0, 4.5 bits a weight: the usual Q4_0 file keeps the head in Q6_K, and without that both
-engines read the same bytes a token. MIXES are what llama.cpp's own quantiser makes. Routers are float32, and have the
-very rows that `penstock synth` gives them.
+engines read the same bytes a token. MIXES are what llama.cpp's own quantiser makes of a llama, and MXFP4 is how gpt-oss
+is published: experts in MXFP4, all other matrices in Q8_0. Routers are float32, and have the very rows that `penstock
+synth` gives them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from penstock.store.synth import ROUTED_OUT, RandomWeights
 
 _WEIGHT_STD = 0.02
 _POOL_BYTES = 9 << 20  # beyond a core's caches, around and around: drawing all of an 8B takes minutes
-_HALVES = {"Q4_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where the float16 numbers of a block lie
+_HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where the float16 numbers of a block lie
 MIXES = ("q4_k_m", "q4_0")
+MXFP4 = "mxfp4"
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}  # all others are llamas
+_BIAS_STD = 0.02  # of biases and sinks
 
 Array = NDArray[Any]
 
@@ -59,7 +63,9 @@ class Matrix(NamedTuple):
 
 
 def matrices(config: dict[str, Any], mix: str | None = None) -> Iterator[Matrix]:
-    """All quantised matrices of a config.json. `mix`: one of MIXES; None is Q4_0 throughout."""
+    """All quantised matrices of a config.json. `mix`: one of MIXES, or MXFP4, which gpt_oss always has; None is Q4_0
+    throughout."""
+    mix = MXFP4 if config["model_type"] == "gpt_oss" else mix
     for each in _shapes(config):
         yield each if mix is None else each._replace(kind=_kind_in(mix, each.name, config))
 
@@ -68,6 +74,8 @@ def _kind_in(mix: str, name: str, config: dict[str, Any]) -> str:
     """The format of a matrix in a file of llama.cpp's quantiser (llama-quant.cpp: of Q4_K_M, v and down are Q6_K in the
     first and the last eighth of the layers, and in each third one between). What gives logits is Q6_K."""
     layers = config["num_hidden_layers"]
+    if mix == MXFP4:
+        return "MXFP4" if name.endswith("_exps") else "Q8_0"
     if name == ("token_embd" if config["tie_word_embeddings"] else "output"):
         return "Q6_K"
     if mix == "q4_0":
@@ -91,8 +99,8 @@ def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
         yield Matrix(f"blk.{i}.attn_output", hidden, q)
         neurons, end, many = config["intermediate_size"], "", (0, 1)
         if has_experts(config):
-            neurons, end = config["moe_intermediate_size"], "_exps"
-            many = (config["num_experts"], config["num_experts_per_tok"])
+            neurons, end = config.get("moe_intermediate_size", neurons), "_exps"
+            many = (experts_of(config), config["num_experts_per_tok"])
         yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_up{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_down{end}", hidden, neurons, *many)
@@ -101,7 +109,11 @@ def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
 
 
 def has_experts(config: dict[str, Any]) -> bool:
-    return bool(config["model_type"] == "qwen3_moe")
+    return config["model_type"] in _ARCHITECTURES
+
+
+def experts_of(config: dict[str, Any]) -> int:
+    return int(config.get("num_experts") or config["num_local_experts"])
 
 
 def bytes_per_token(config: dict[str, Any]) -> int:
@@ -117,14 +129,15 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     """Tensor after tensor: no more than one of them is in memory. `router_skew`: as `penstock synth` has it. `mix`: as
     in `matrices`. A file of a mix has a vocabulary too, so that a command can answer a text."""
     # Here, so that benches without llama.cpp, which share what else is in this file, need not have it.
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
 
     config, spec = read_config(config_file)
     layers = range(config["num_hidden_layers"])
-    aside = target.with_suffix(".tmp")
-    writer = GGUFWriter(aside, "qwen3moe" if has_experts(config) else "llama")
+    aside, is_oss = target.with_suffix(".tmp"), config["model_type"] == "gpt_oss"
+    writer = GGUFWriter(aside, _ARCHITECTURES.get(config["model_type"], "llama"))
     writer.add_name(config_file.stem)
-    writer.add_file_type(LlamaFileType.MOSTLY_Q4_K_M if mix == "q4_k_m" else LlamaFileType.MOSTLY_Q4_0)
+    of_mix = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M, MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE}
+    writer.add_file_type(of_mix.get(mix or "", LlamaFileType.MOSTLY_Q4_0))
     writer.add_quantization_version(2)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -139,29 +152,39 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if has_experts(config):
-        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_count(experts_of(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    if is_oss:
+        scaling = config["rope_scaling"]
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if mix is None:
         writer.add_tokenizer_model("none")  # token ids in, logits out
     else:
         _add_vocabulary(writer, config["vocab_size"])
 
     ones = np.ones(config["hidden_size"], np.float32)
-    norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "ffn")]
-    vectors: dict[str, Array] = dict.fromkeys((*norms, "output_norm"), ones)
+    norms = [f"blk.{i}.{kind}_norm.weight" for i in layers for kind in ("attn", "post_attention" if is_oss else "ffn")]
+    vectors: dict[str, Array] = dict.fromkeys((*norms, "output_norm.weight"), ones)
     if has_experts(config):
-        heads = [f"blk.{i}.attn_{kind}_norm" for i in layers for kind in "qk"]
-        vectors |= dict.fromkeys(heads, np.ones(config["head_dim"], np.float32))
-        vectors |= {f"blk.{i}.ffn_gate_inp": rows for i, rows in enumerate(routers(spec, router_skew))}
+        heads = [f"blk.{i}.attn_{kind}_norm.weight" for i in layers for kind in "qk"]
+        vectors |= {} if is_oss else dict.fromkeys(heads, np.ones(config["head_dim"], np.float32))
+        vectors |= {f"blk.{i}.ffn_gate_inp.weight": rows for i, rows in enumerate(routers(spec, router_skew))}
+    if is_oss:
+        vectors |= _biases(config)
     rope = spec.layers[0].attention.rope
     assert rope is not None
     if rope.kind == "llama3":  # llama.cpp takes the scaling as divisors of the frequencies
         plain = replace(rope, kind="default", factors=())
-        vectors["rope_freqs"] = frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
+        vectors["rope_freqs.weight"] = (
+            frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
+        )
 
     for name, vector in vectors.items():
-        writer.add_tensor_info(f"{name}.weight", vector.shape, vector.dtype, vector.nbytes)
+        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
     for each in matrices(config, mix):
         shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
         kind = GGMLQuantizationType[each.kind]
@@ -179,6 +202,21 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
         writer.write_tensor_data(np.resize(blocks, (each.nbytes // pool.shape[1], pool.shape[1])))
     writer.close()
     aside.rename(target)
+
+
+def _biases(config: dict[str, Any]) -> dict[str, Array]:
+    """Biases of all matrices of a gpt_oss' layers, and its sinks, float32."""
+    rng = np.random.default_rng(1)
+    shapes = {"attn_sinks.weight": (config["num_attention_heads"],), "ffn_gate_inp.bias": (experts_of(config),)}
+    for each in matrices(config):
+        if each.name.startswith("blk.0."):
+            shape = (each.rows,) if not each.experts else (each.experts, each.rows)
+            shapes[f"{each.name.removeprefix('blk.0.')}.bias"] = shape
+    return {
+        f"blk.{i}.{name}": rng.normal(0, _BIAS_STD, shape).astype(np.float32)
+        for i in range(config["num_hidden_layers"])
+        for name, shape in shapes.items()
+    }
 
 
 def _add_vocabulary(writer: Any, size: int) -> None:
@@ -210,6 +248,10 @@ def _blocks(kind: str, times: float = 1.0) -> Array:
     """Valid blocks, uint8 [n, bytes], of numbers with a mean of 0. Scales have either sign."""
     count, rng = _POOL_BYTES // BY_NAME[kind].nbytes, np.random.default_rng(0)
     deviation, of_minimum = spread(kind.lower())
+    if kind == "MXFP4":  # a power of two, whose mean over three of them is about what is wanted
+        blocks = rng.integers(0, 256, (count, BY_NAME[kind].nbytes), np.uint8)
+        blocks[:, 0] = round(127.6 + np.log2(times * _WEIGHT_STD / deviation)) - 1 + rng.integers(0, 3, count)
+        return blocks
     scales = times * _WEIGHT_STD / deviation * rng.uniform(0.75, 1.25, count) * rng.choice((-1, 1), count)
     blocks = rng.integers(0, 256, (count, BY_NAME[kind].nbytes), np.uint8)
     for at, number in zip(_HALVES[kind], (scales, scales * of_minimum), strict=False):

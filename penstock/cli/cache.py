@@ -60,11 +60,16 @@ def rm(
 ) -> None:
     """Removes packed models from the cache.
 
-    All that are named, or none where one is not there, in use, or not ours.
+    All that are named, or none where one is not there, in use, or not ours. What they were packed from stays, downloads
+    too: a line says where.
     """
     from penstock.store import cache as caches
 
-    _tell_cleared(caches.remove(_models(cache), names), (), as_json)
+    removed = caches.remove(_models(cache), names)
+    _tell_cleared(removed, (), as_json)
+    for origin in dict.fromkeys(origin for entry in removed for origin in entry.origins):
+        if Path(origin).exists():
+            note(f"stays: {one_line(origin)}, which it was packed from")
 
 
 def prune(cache: CacheName = None, as_json: Json = False) -> None:

@@ -19,9 +19,10 @@ def pull(
 ) -> None:
     """Downloads a model from the Hub, as it is there now.
 
-    Only the files that are needed: config, tokenizer and safetensors, or one GGUF file; never pickles or code. They lie
-    in the cache of huggingface_hub (HF_HOME). Interrupted, the same command goes on where it stopped. Gated models need
-    `hf auth login`. Other commands download too, but take a model that is here as it is, without asking the Hub.
+    Only the files that are needed: config, tokenizer and safetensors, or one GGUF file; never pickles or code. A model
+    that penstock cannot run is refused before its weights come. They lie in the cache of huggingface_hub (HF_HOME).
+    Interrupted, the same command goes on where it stopped. Gated models need `hf auth login`. Other commands download
+    too, but take a model that is here as it is, without asking the Hub.
     """
     quiet_blas()
     from penstock.runtime.host import available_bytes
@@ -29,9 +30,10 @@ def pull(
 
     name = named_on_the_hub(model)
     from penstock.hubs.pull import pull as bring
+    from penstock.serve.planning import describe
 
     with progress() as tell:
-        pulled = bring(name, where(), tell, available_bytes())
+        pulled = bring(name, where(), tell, available_bytes(), describe)
     if as_json:
         print_json(
             {

@@ -48,6 +48,7 @@ class Attention:
         sinks = (norms,) if a.sinks else ()
         attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer, norms=sinks)
         calls.add(executor, attend, u, batch, home.format.kind, cost)
+        calls.order(executor, batch, layer, "o", out)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
         out_op = ops.Out(weights, out, partial, scratch, layer=layer, starts_sum=first)
         calls.add(executor, out_op, u, batch, part.kinds(ops.OUT_BLOCKS), cost)

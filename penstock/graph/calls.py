@@ -78,6 +78,13 @@ class Calls:
         self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
         return to_slot
 
+    def order(self, executor: Executor, batch: Batch, layer: int, which: str, rows: Slot) -> None:
+        """Brings the columns of `rows`, float32 [T, C], into an order of a layer's matrices, where these have one."""
+        if self.plan.target.spec.layers[layer].ordered:
+            norms, values = self.layout.norms(layer, executor), rows.nbytes // 4
+            order = ops.Order(norms, rows, self.scratch(executor), which=which, layer=layer)
+            self.add(executor, order, -1, batch, "*", (2 * rows.nbytes, values))
+
     def move_kv(self, lane: Lane, move: ops.KvMove, batch: Batch, nbytes: int) -> None:
         """Moves K and V of a batch from one tier to another, in a task of its own."""
         fmt = self.layout.kv.home(move.layer, batch).format.kind

@@ -222,6 +222,7 @@ class Lowering:
         for batch in p.batches:
             if not beside:
                 self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
+            self._calls.order(main, batch, layer, kind, self._calls.rows(main, batch, "h"))
             for executor in executors:
                 if executor != main:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)

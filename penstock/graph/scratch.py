@@ -12,7 +12,7 @@ from functools import lru_cache
 from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import FFNS, Block, Part, parts, predictor_part
+from penstock.spec.parts import FFNS, Block, Part, heads_together, parts, predictor_part
 from penstock.spec.places import is_device
 from penstock.spec.plan import Plan, Predictor
 from penstock.units import round_up
@@ -129,7 +129,9 @@ def _usual_bytes(
     for layer in dict.fromkeys(spec.layers):  # most are alike
         a = layer.attention
         # KV heads whose q, k and v are projected at once. They are held twice.
-        heads = a.kv_heads if a.norms_all_heads else 1
+        heads = heads_together(layer)
+        if layer.ordered:  # rows, before they are brought into an order
+            need = max(need, 4 * rows * max(spec.d_model, a.heads * a.head_dim) + _ALIGN)
         projected = 4 * rows * heads * (a.heads_per_kv + 2) * a.head_dim * 2
         need = max(need, projected + max(matmul_bytes(b, rows) for b in attn.blocks if b.tiled) + 8 * rows * a.head_dim)
         query_rows = rows * a.heads_per_kv

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit
 
@@ -149,7 +152,7 @@ class Hub:
             for _ in range(_MAX_REDIRECTS):
                 client = get_session()
                 request = client.build_request("GET", url, headers=headers, timeout=_TIMEOUT_S)
-                response = client.send(request, stream=True, follow_redirects=False)
+                response = _sent(partial(client.send, request, stream=True, follow_redirects=False))
                 location = response.headers.get("location")
                 if response.status_code not in (301, 302, 303, 307, 308) or location is None:
                     return response
@@ -171,6 +174,27 @@ class Hub:
         except (httpx2.TransportError, OSError) as error:
             raise Cut(_why(error)) from None
         raise BrokenModel(f"{what}: the Hub redirects more than {_MAX_REDIRECTS} times")
+
+
+def _sent(send: Callable[[], httpx2.Response]) -> httpx2.Response:
+    """What `send` returns or raises. Raises Cut where that takes too long: the client's own limit is from one byte to
+    the next, so headers that drip would never end. The thread that waits for them does so until the connection ends."""
+    answers: Queue[httpx2.Response | BaseException] = Queue()
+
+    def wait() -> None:
+        try:
+            answers.put(send())
+        except BaseException as error:
+            answers.put(error)
+
+    Thread(target=wait, name="penstock-hub", daemon=True).start()
+    try:
+        answer = answers.get(timeout=_WHOLE_ANSWER_S)
+    except Empty:
+        raise Cut(f"no whole headers within {_WHOLE_ANSWER_S:.0f} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def _pieces(response: httpx2.Response) -> Iterator[bytes]:

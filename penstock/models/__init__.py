@@ -23,6 +23,7 @@ the standard library only, since `penstock plan` runs on this alone.
 from __future__ import annotations
 
 import pkgutil
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -33,7 +34,7 @@ from penstock.models.hf.names import TensorSource
 from penstock.models.hf.quantization import KEY, MXFP4, quantization_of
 from penstock.models.hf.refused import REFUSED
 from penstock.spec.format import Format
-from penstock.spec.model import ModelSpec
+from penstock.spec.model import Layer, ModelSpec
 
 __all__ = [
     "TensorSource", "model_types", "own_weights", "planned_types", "quant_method", "says_experts", "sources",
@@ -75,12 +76,28 @@ def spec_from_config(config: dict[str, Any], where: str, *, to_plan: bool = Fals
     """
     reader = Config(config, where)
     module = _find(reader.text("model_type"), where, to_plan)
-    if quantization_of(config, where) is None and config.get(KEY) is not None and quant_method(config, where) is None:
+    how = quantization_of(config, where)
+    if how is None and config.get(KEY) is not None and quant_method(config, where) is None:
         raise UnsupportedModel(f"{where}: {KEY} says {MXFP4}, and no {reader.text('model_type')} is published so")
     try:
-        return module.spec(reader)
+        spec = module.spec(reader)
     except BadRequest as error:
         raise BrokenModel(f"{where}: {error.message}") from None
+    return spec if how is None or not how.ordered else _ordered(spec, where)
+
+
+def _ordered(spec: ModelSpec, where: str) -> ModelSpec:
+    """The spec of a model whose matrices were quantised in act-order. Raises UnsupportedModel where matrices that may
+    have orders of their own read the same h."""
+    layers: dict[Layer, Layer] = {}  # layers that are alike stay one object
+    for layer in spec.layers:
+        if layer.routed is not None or layer.parallel_norms or not layer.norm_in:
+            raise UnsupportedModel(
+                f"{where}: {KEY} says desc_act, which is not run for a {spec.model_type}: of models with experts, with"
+                " FFNs beside attention or without norms before blocks only checkpoints with desc_act false run"
+            )
+        layers.setdefault(layer, replace(layer, ordered=True))
+    return replace(spec, layers=tuple(layers[layer] for layer in spec.layers))
 
 
 def quant_method(config: dict[str, Any], where: str) -> str | None:

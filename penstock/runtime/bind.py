@@ -135,6 +135,12 @@ class Binding:
             present, self._arenas.array(op.h, np.float32, shape), self._scratch(op.scratch), chosen,
         )  # fmt: skip
 
+    def _order(self, call: Call, op: ops.Order) -> None:
+        t = _batch(call).total_rows
+        rows = self._arenas.array(op.rows, np.float32, (t, op.rows.nbytes // (4 * t)))
+        part, norms = self._parts[f"{op.layer}.norms"], self._arenas.view(op.norms)
+        dense.order(rows, norms, part, op.which, self._scratch(op.scratch))
+
     def _head(self, call: Call, op: ops.Head) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)
         part = self._parts[unit.part]

@@ -113,9 +113,9 @@ class NativeBinding(Binding):
         self._expert_bytes = {part.layer: part.least_bytes for part in self._parts.values() if part.kind == "experts"}
         edges = self._parts["edges"]
         natively: dict[str, Callable[[Target, Call, Any, BatchTables], None]] = {
-            "gather": self._gather_on, "norm": self._norm_on, "qkv": self._qkv_on, "attend": self._attend_on,
-            "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on, "route": self._route_on,
-            "experts": self._experts_on, "combine": self._combine_on, "gate": self._gate_on,
+            "gather": self._gather_on, "norm": self._norm_on, "order": self._order_on, "qkv": self._qkv_on,
+            "attend": self._attend_on, "out": self._out_on, "ffn": self._ffn_on, "fire": self._fire_on,
+            "route": self._route_on, "experts": self._experts_on, "combine": self._combine_on, "gate": self._gate_on,
             "predict": self._predict_on, "merge": self._merge_on, "head": self._head_on,
         }  # fmt: skip
         if not edges.has("project_in") and not spec.position_rows:
@@ -313,6 +313,13 @@ class NativeBinding(Binding):
         norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
         chosen, n = (tables.chosen_address, len(batch.logits)) if some else (0, batch.total_rows)
         on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))
+
+    def _order_on(self, on: Target, call: Call, op: ops.Order, tables: BatchTables) -> None:
+        at, t = self._arenas.address, _batch(call).total_rows
+        on.order(
+            order=at(op.norms) + self._parts[f"{op.layer}.norms"].block(f"{op.which}_order").offset, rows=at(op.rows),
+            t=t, d=op.rows.nbytes // (4 * t), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+        )  # fmt: skip
 
     def _head_on(self, on: Target, call: Call, op: ops.Head, tables: BatchTables) -> None:
         unit, n = self._plan.units[call.unit], len(_batch(call).logits)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest, UnsupportedModel
+from penstock.errors import BadRequest, PenstockError, UnsupportedModel
 from penstock.hubs.where import Where
 from penstock.models import own_weights, sources
-from penstock.models.hf.quantization import Quantization, quantization_of
+from penstock.models.hf.quantization import CODES, KEY, Quantization, quantization_of
 from penstock.planner.firing import Firing, expected, foretold, leveled, sparsity_of
 from penstock.planner.firing import measured as by_profile
 from penstock.planner.routing import RouterTrace, called, firing, recorded
@@ -23,6 +24,8 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import MIXED, parts
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
+from penstock.store.header import quoted, read_header
+from penstock.store.manifest import CONFIG
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
 from penstock.store.predictors import kept as kept_predictors
 from penstock.store.profile_file import kept
@@ -59,7 +62,25 @@ def describe(
         from penstock.store.own import own_format  # with numpy, which planning goes without
 
         return spec, own_format(model)
+    if how is None and KEY not in config and model.is_dir():
+        _refuse_codes(model)
     return spec, own_weights(config, spec, str(model)) if how is None else _quantised(spec, how, str(model))
+
+
+def _refuse_codes(folder: Path) -> None:
+    """Raises UnsupportedModel where a checkpoint has quantised tensors that its config.json says nothing of. Headers
+    that cannot be read are for `pack` to complain of: a plan needs config.json alone."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with suppress(PenstockError):
+            for name, tensor in read_header(file).tensors.items():
+                last = name.rpartition(".")[2]
+                if last in CODES or (last == "weight" and tensor.dtype == "F8_E4M3"):
+                    break
+            else:
+                continue
+            raise UnsupportedModel(
+                f"{folder} has {quoted(name)}, which is quantised, but no {KEY} in {CONFIG} that says how"
+            )
 
 
 def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:

@@ -182,7 +182,8 @@ class Layer:
     norm_after  x becomes norm(x + block output) (OPT-350m)
 
     `parallel_norms`: 0 where the FFN reads what attention made of x. Otherwise both read x as it was before (falcon),
-    through one norm or through one each: then it is 1 or 2.
+    through one norm or through one each: then it is 1 or 2. `ordered`: the columns of the matrices that read h, and of
+    o, lie in an order of the layer's own (GPTQ's act-order), into which their inputs are brought.
     """
 
     attention: Attention
@@ -191,6 +192,7 @@ class Layer:
     norm_out: bool = False
     norm_after: bool = False
     parallel_norms: int = 0
+    ordered: bool = False
 
     @property
     def routed(self) -> Routed | None:

@@ -6,7 +6,7 @@ of granules can be computed by itself and partial results add up. Matrices that 
 rows; vectors and learned positions lie row by row (`spec.format`):
 
     N.attn      a granule is one KV head:       q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
-                (where all heads are normed together, a granule is all of them)
+                (where all heads are normed together, or o has an order, a granule is all of them)
     N.ffn       a granule is 64 neurons:        gate [64, D] | up [64, D] | down [D, 64] | biases
                 or, of ReLU models, where weights are packed neuron by neuron:
                                                 gate [64, D] | 64 records: up [D] | down [D] | biases
@@ -18,7 +18,8 @@ rows; vectors and learned positions lie row by row (`spec.format`):
     N.router    one granule, float:             scores [X, D] | bias [X] | shared_gate [1, D]
     embed, head   64 vocabulary rows:           rows [64, d_embed]
     N.predictor one granule:                    hidden [R, D] | neurons [N, R] | hidden_bias | neurons_bias
-    N.norms     one granule, float:             norm weights, biases that are added once per layer or expert, sinks
+    N.norms     one granule, float:             norm weights, biases that are added once per layer or expert, sinks,
+                                                orders: the column of the input that each column of a matrix multiplies
     edges       one granule, float:             the model's ends: final norm, learned positions, projections
 
 The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last granule with fewer
@@ -222,9 +223,15 @@ def _require_one_input(key: str, shapes: list[_Shape]) -> None:
         raise BadRequest(f"{key} has {named}: kernels take them in formats with groups of as many columns only")
 
 
+def heads_together(layer: Layer) -> int:
+    """KV heads of a granule. Heads that are normed together go together, and so do those whose outputs are brought
+    into one order."""
+    return layer.attention.kv_heads if layer.attention.norms_all_heads or layer.ordered else 1
+
+
 def _attention_part(i: int, layer: Layer, d: int, weights: Format) -> Part:
     a = layer.attention
-    heads = a.kv_heads if a.norms_all_heads else 1  # KV heads of a granule: heads normed together go together
+    heads = heads_together(layer)
     q_rows, k_rows = heads * a.heads_per_kv * a.head_dim, heads * a.head_dim
     key = f"{i}.attn"
     shapes = [
@@ -293,6 +300,9 @@ def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
         shapes.append(_vector("o_bias", d))
     if a.sinks:
         shapes.append(_vector("sinks", a.heads))
+    if layer.ordered:
+        widths = {"attn": d, "o": a.heads * a.head_dim, "ffn": d}
+        shapes += [_vector(f"{which}_order", width) for which, width in widths.items()]
     if isinstance(layer.ffn, Ffn) and layer.ffn.down_bias:
         shapes.append(_vector("down_bias", d))
     if layer.routed is not None and layer.routed.expert.down_bias:  # expert after expert

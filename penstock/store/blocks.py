@@ -26,6 +26,7 @@ from penstock.store.header import KINDS
 
 Array = npt.NDArray[Any]
 
+_LARGEST_EXPONENT = 252  # of MXFP4, whose largest number is 6 · 2^(252 - 127)
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
 _Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
 
@@ -62,7 +63,7 @@ def encode_blocks(
     Rows beyond r and columns beyond the file's are zero bits. `cols` is a multiple of 32, and `first_column` one of the
     columns of a tile's block (`Blocks.span`).
 
-    Raises BrokenModel for scales that are NaN or infinite.
+    Raises BrokenModel for scales that are NaN or infinite, or make numbers so.
     """
     blocks, fmt = _blocks(gguf_type), format_of(gguf_type)
     assert fmt is not None and len(raw) <= rows and raw.shape[1] % blocks.nbytes == 0
@@ -75,6 +76,8 @@ def encode_blocks(
         fmt.kind, raw.ctypes.data, raw.strides[0], len(raw), raw.shape[1] // blocks.nbytes, first_column, cols,
         len(into), into.ctypes.data, into.strides[0],
     )  # fmt: skip
+    if fmt.kind == "mxfp4" and bool((raw[:, :: blocks.nbytes] > _LARGEST_EXPONENT).any()):
+        raise BrokenModel("scales that make numbers beyond float32")
     if not finite:
         raise BrokenModel("NaN or infinite scales")
     into[:, tiles(len(raw)) * fmt.tile_bytes(cols) :] = 0

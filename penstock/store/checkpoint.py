@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
-from penstock.models.hf.quantization import KEY, quantization_of
+from penstock.models.hf.quantization import CODES, KEY, quantization_of
 from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
 from penstock.store.blocks import format_of, row_bytes
@@ -28,7 +28,7 @@ from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
 from penstock.store.mxfp4 import joined, paired
-from penstock.store.quantised import CODES, DTYPES, Pieces, combine, require_order, rows_of
+from penstock.store.quantised import DTYPES, Pieces, combine, order_of, require_order, rows_of
 from penstock.units import MIB, round_up
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -122,6 +122,14 @@ class Checkpoint:
         for pieces in self.pieces.values():
             require_order(pieces, self._plain, may_lack_it)
 
+    def order_of(self, name: str) -> npt.NDArray[np.int64]:
+        """The order in which the columns of a matrix lie when it is read, int64 [in] (`quantised.order_of`). Raises as
+        `find`."""
+        tensor = self.find(name)
+        pieces = self.pieces.get(tensor.name)
+        order = None if pieces is None else order_of(pieces, self._plain)
+        return np.arange(tensor.shape[-1]) if order is None else order
+
     def find(self, name: str) -> TensorInfo:
         """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
         BrokenModel where there is none; UnsupportedModel where codes stand for it that config.json says nothing of."""
@@ -211,7 +219,7 @@ class Checkpoint:
             return joined(self._bytes(tensor, start, stop), self._bytes(tensor.scales, start, stop))
         if tensor.name in self.pieces:
             pieces = self.pieces[tensor.name]
-            if pieces.by_column:
+            if pieces.by_column or pieces.is_ordered:  # each row takes as long as all of them, or is asked for alone
                 return self._by_column(pieces, tensor.name)[start:stop]
             return rows_of(pieces, self._plain, start, stop)
         if tensor.dtype in RAW_DTYPES:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from penstock.store.own import own_dtype, own_weights, require_floats
 from penstock.store.packed import is_packed, read_config
 from penstock.store.profile_file import file_of
 from penstock.store.quantize import encode, encode_rows, require_own, widen
-from penstock.store.sources import sources_in
+from penstock.store.sources import moved_neurons, sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
 from penstock.store.writer import SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
@@ -121,6 +121,10 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
         orders = {} if profile is None else orders_by(profile, spec)
         packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras, orders)
         packing.check_shapes(says_experts(config))
+        if any(layer.ordered for layer in spec.layers):
+            packing = replace(packing, moved=moved_neurons(checkpoint, packing.parts, packing.sources))
+            if spec.fires:
+                packing = replace(packing, orders=packing.moved)
         check_unused(checkpoint, config, spec)
         yield packing
 
@@ -171,7 +175,8 @@ def _stamp(checkpoint: Checkpoint, extras: dict[str, bytes]) -> list[list[Any]]:
 @dataclass(frozen=True)
 class Packing:
     """Reads blocks of parts out of a checkpoint and encodes them. `extras`: the small files beside the weights, by
-    name. `orders`: of the neurons of each layer, where they do not lie as in the checkpoint."""
+    name. `orders`: of the neurons of each layer, where they do not lie as in the checkpoint and others should know.
+    `moved`: of layers whose `down` has an order of its columns, these."""
 
     checkpoint: Checkpoint
     parts: tuple[Part, ...]
@@ -179,6 +184,7 @@ class Packing:
     weights: Format
     extras: dict[str, bytes]
     orders: dict[int, array[int]]
+    moved: dict[int, array[int]] = field(default_factory=dict)
 
     def check_shapes(self, says_experts: str) -> None:
         """Checks that every tensor is there and has the shape that follows from the spec. `says_experts`: a clause
@@ -188,6 +194,8 @@ class Packing:
         for part in self.parts:
             for block in part.blocks:
                 source = self.sources[part.key, block.name]
+                if source.order:
+                    continue  # of a matrix whose shape is checked where it is another block
                 if source.stacked or (part.kind == "router" and block.name != "shared_gate"):
                     by_expert.add(source.tensor)
                 for name in source.tensors(part.experts):
@@ -263,7 +271,7 @@ class Packing:
         source, full = self.sources[part.key, block.name], lo
         in_blocks = self.checkpoint.find(source.of_expert(0)).dtype not in KINDS
         apart = source.interleaved or source.step > 1 or source.stride not in (0, _extent(block, source, False))
-        if in_blocks and not apart and part.experts == 1 and not (part.kind == "ffn" and part.layer in self.orders):
+        if in_blocks and not apart and part.experts == 1 and self._order(part, source) is None:
             full = min(hi, part.rows // part.granule_rows)
         return [(lo, full)] * (lo < full) + [(g, g + 1) for g in range(max(lo, full), hi)]
 
@@ -284,16 +292,31 @@ class Packing:
             for i in range(hi - lo):
                 encode_blocks(raw[i * extent :][:extent], tensor.dtype, block.rows, block.cols, 0, into[i])
 
+    def _order(self, part: Part, source: TensorSource) -> array[int] | None:
+        """The order in which an FFN's neurons are taken from a tensor. Columns that have an order of their own are in
+        it when they are read."""
+        if part.kind != "ffn":
+            return None
+        if part.layer in self.moved:
+            return self.moved[part.layer] if source.axis == 0 else None
+        return self.orders.get(part.layer)
+
     def _encode(self, part: Part, block: Block, g: int, granule: npt.NDArray[Any]) -> None:
         source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
         name = source.of_expert(expert)
         tensor = self.checkpoint.find(name)
+        if source.order:
+            columns = self.checkpoint.order_of(name).astype(np.float32).reshape(1, -1)
+            into = granule[block.offset : block.offset + block.nbytes]
+            encode(columns, block.format, block.rows, block.cols, into, block.tiled)
+            return
         one_dim = len(tensor.shape) - source.stacked == 1 or source.folded > 0
         extent = _extent(block, source, one_dim)
         start = source.offset + source.step * nth * (source.stride or extent)
         stop = start + source.step * (extent * part.rows_of(g, g + 1) // part.granule_rows - 1) + 1
-        if part.kind == "ffn" and part.layer in self.orders:
-            numbers = np.array(self.orders[part.layer][g * part.granule_rows :][: stop - start], np.int64)
+        order = self._order(part, source)
+        if order is not None:
+            numbers = np.array(order[g * part.granule_rows :][: stop - start], np.int64)
             raw = self.checkpoint.take(name, source.axis, source.offset + numbers)
         else:
             axis, item = int(source.axis != source.turned), expert if source.stacked else None

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.models.hf.config import MAX_WIDTH
-from penstock.models.hf.quantization import Quantization
+from penstock.models.hf.quantization import KEY, Quantization
 from penstock.spec.blocks import BLOCKS, SCALE, ZERO_BITS
 from penstock.store.header import KINDS, TensorInfo, quoted
 
@@ -45,6 +45,7 @@ DTYPES: dict[str, npt.DTypeLike] = {
 _TURNED = (
     128  # rows that are turned at a time, so that both sides stay in a core's cache: five times as fast as all at once
 )
+_LARGEST_FLOAT8 = 448
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an int32 is of output 8c + _AWQ_ORDER[i]
 
 # By layout: the name of the codes, of the scales, of the zero points and of the order of columns.
@@ -55,7 +56,6 @@ _NAMES = {
     "bytes": ("weight", ("weight_scale",), "weight_zero_point", None),
     "float8": ("weight", ("weight_scale_inv", "weight_scale"), None, None),
 }
-CODES = ("qweight", "weight_packed")  # of these, what no matrix of floats is called
 # Of activations and KV, which are not quantised here, and what follows from other shapes.
 _DROPPED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale",
@@ -81,8 +81,13 @@ class Pieces:
 
     @property
     def by_column(self) -> bool:
-        """Whether rows of the matrix lie apart in the file, so that it has to be read whole."""
+        """Whether rows of the matrix lie apart in the file."""
         return self.how.layout in ("gptq", "awq")
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the columns of a group may lie apart."""
+        return self.how.ordered and self.order is not None
 
 
 def combine(tensors: dict[str, TensorInfo], how: Quantization) -> tuple[dict[str, TensorInfo], dict[str, Pieces]]:
@@ -180,8 +185,9 @@ def _require(tensor: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ..
 
 
 def require_order(pieces: Pieces, read: Read, may_lack_it: bool = False) -> None:
-    """Raises UnsupportedModel where the columns of a group lie apart (act-order), BrokenModel where they are in no
-    group. `may_lack_it`: zeros stand for what is not there."""
+    """Raises UnsupportedModel where the columns of a group lie apart (act-order) though config.json says otherwise, or
+    groups have other than their columns; BrokenModel where columns are in no group. `may_lack_it`: zeros stand for what
+    is not there."""
     if pieces.order is None:
         return
     order, (_, cols), group = read(pieces.order, 0, pieces.shape[1]).view(np.int32), pieces.shape, pieces.how.group
@@ -191,30 +197,48 @@ def require_order(pieces: Pieces, read: Read, may_lack_it: bool = False) -> None
     where = f"{pieces.order.file}: tensor {quoted(pieces.order.name)}"
     if order.min() < 0 or order.max() > own[-1]:
         raise BrokenModel(f"{where} names groups {order.min()} to {order.max()}, of {own[-1] + 1}")
-    raise UnsupportedModel(
-        f"{where} has the columns of a group apart (act-order, desc_act): kernels multiply groups of columns that lie"
-        " together; checkpoints with desc_act false or static_groups true run"
-    )
+    if not pieces.how.ordered:
+        raise UnsupportedModel(f"{where} has the columns of a group apart (act-order), but {KEY} says no desc_act")
+    if not np.array_equal(np.bincount(order, minlength=own[-1] + 1), np.bincount(own)):
+        raise UnsupportedModel(
+            f"{where} has other than {group} columns in a group: kernels multiply groups of as many columns"
+        )
+
+
+def order_of(pieces: Pieces, read: Read) -> npt.NDArray[np.int64] | None:
+    """The columns of a matrix in the order in which their groups lie together, int64 [in]: column i is column order[i]
+    of the checkpoint's. None where groups lie together there. Only of what `require_order` has let pass."""
+    if pieces.order is None or not pieces.how.ordered:
+        return None
+    order = np.argsort(read(pieces.order, 0, pieces.shape[1]).view(np.int32), kind="stable")
+    return None if (order == np.arange(len(order))).all() else order
 
 
 def rows_of(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:
-    """Rows lo..hi as uint8 [hi - lo, bytes of a row]. Of layouts that are cut by columns, all rows: lo is 0.
+    """Rows lo..hi as uint8 [hi - lo, bytes of a row]. Of layouts that are cut by columns, all rows: lo is 0. Columns
+    lie in the order of `order_of`.
 
     Raises UnsupportedModel for scales that the format cannot hold, StorageFailed."""
     blocks, layout = BLOCKS[pieces.how.kind], pieces.how.layout
     count = -(-pieces.shape[1] // blocks.columns)
     raw = np.zeros((hi - lo, count, blocks.nbytes // 4), np.uint32)
     header = blocks.columns // blocks.scaled
-    codes = raw[:, :, header:]
+    codes, bits, order = raw[:, :, header:], pieces.how.bits, order_of(pieces, read)
     if layout == "gptq":
         words = read(pieces.codes, 0, pieces.codes.shape[0])
         for row in range(0, len(codes), _TURNED):
-            _put(codes[row : row + _TURNED], _in_order(words[:, row : row + _TURNED], pieces.how.bits).T)
+            some = words[:, row : row + _TURNED]
+            some = some if order is None else _permuted(some.T, order, bits).T
+            _put(codes[row : row + _TURNED], _in_order(some, bits).T)
     elif layout == "awq":
         for nth, eighth in enumerate(_awq_words(read(pieces.codes, 0, pieces.codes.shape[0]))):
             _put(codes[_AWQ_ORDER[nth] :: 8], eighth.T)
     elif layout == "packed":
-        _put(codes, _in_order(read(pieces.codes, lo, hi), pieces.how.bits))
+        words = read(pieces.codes, lo, hi)
+        for row in range(0, len(codes), _TURNED):
+            some = words[row : row + _TURNED]
+            some = some if order is None else _permuted(some, order, bits)
+            _put(codes[row : row + _TURNED], _in_order(some, bits))
     else:
         found = read(pieces.codes, lo, hi)
         _put(codes, (found ^ 0x80 if layout == "bytes" else found).view(np.uint32))
@@ -258,6 +282,14 @@ def _in_order(words: Array, bits: int) -> Array:
     return joined
 
 
+def _permuted(words: Array, order: npt.NDArray[np.int64], bits: int) -> Array:
+    """Rows of words, uint32 [r, in · bits / 32], with their codes in an order."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = (words[:, :, None] >> shifts & np.uint32((1 << bits) - 1)).reshape(len(words), -1)[:, order]
+    moved: Array = np.bitwise_or.reduce(codes.reshape(len(words), -1, len(shifts)) << shifts, axis=2)
+    return moved
+
+
 def _awq_words(words: Array) -> list[Array]:
     """uint32 [in, out / 8] of eight outputs each → for each of the eight the words of eight inputs, [in / 8, out /
     8]."""
@@ -275,7 +307,14 @@ def _words(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:
     """The words of headers of rows lo..hi, uint32 [r, in / scaled]."""
     how, cols, blocks = pieces.how, pieces.shape[1], BLOCKS[pieces.how.kind]
     scales, zeros = _by_row(pieces, pieces.scales, read, lo, hi), _zeros(pieces, read, lo, hi)
-    words = _float32(scales).view(np.uint32)
+    floats = _float32(scales)
+    largest = _LARGEST_FLOAT8 if how.layout == "float8" else 1 << how.bits  # of a code less its zero point
+    if not bool((np.abs(floats) <= np.finfo(np.float32).max / largest).all()):
+        raise BrokenModel(
+            f"{pieces.scales.file}: tensor {quoted(pieces.scales.name)} holds NaN or infinite scales, or such as make"
+            " numbers beyond float32"
+        )
+    words = floats.view(np.uint32)
     if blocks.word != SCALE:
         low = np.uint32((1 << ZERO_BITS) - 1)
         if (words & low).any():
@@ -321,7 +360,9 @@ def _zeros(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:
     codes = np.empty((packed.shape[0], packed.shape[1], per), np.uint32)
     for i in range(per):
         codes[:, :, _AWQ_ORDER[i] if how.layout == "awq" else i] = packed >> np.uint32(how.bits * i) & mask
-    zeros = codes.reshape(packed.shape[0], -1) + np.uint32(how.zero_is_less)
+    # Less one was taken within the bits of a code: what became of 0 is the largest one. AutoGPTQ's torch kernels add
+    # the one within them too.
+    zeros = codes.reshape(packed.shape[0], -1) + np.uint32(how.zero_is_less) & mask
     return np.ascontiguousarray(zeros.T)
 
 

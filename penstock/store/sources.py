@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from penstock.errors import UnsupportedModel
 from penstock.models import TensorSource, sources, stacked_sources
 from penstock.models.gguf import gguf_sources
 from penstock.spec.model import ModelSpec
+from penstock.spec.parts import Part
 from penstock.store.checkpoint import Checkpoint
+from penstock.store.header import quoted
+
+# Matrices that multiply the same input, so that it can lie in one order only.
+_ONE_INPUT = (("q", "k", "v"), ("gate", "up"))
 
 
 def sources_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
@@ -18,3 +29,23 @@ def sources_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[tuple[str, str],
     if of_experts is None or stacked is None or checkpoint.has(apart[of_experts].of_expert(0)):
         return apart
     return stacked if checkpoint.has(stacked[of_experts].tensor) else apart
+
+
+def moved_neurons(
+    checkpoint: Checkpoint, parts: Sequence[Part], sources: Mapping[tuple[str, str], TensorSource]
+) -> dict[int, array[int]]:
+    """Layer → the order of the columns of its `down`, in which its neurons are packed. Raises UnsupportedModel where
+    matrices that read the same input have different orders."""
+    moved: dict[int, array[int]] = {}
+    for part in parts:
+        for names in _ONE_INPUT:
+            tensors = [sources[part.key, block.name].tensor for block in part.blocks if block.name in names]
+            for other in tensors[1:]:
+                if not np.array_equal(checkpoint.order_of(tensors[0]), checkpoint.order_of(other)):
+                    raise UnsupportedModel(
+                        f"{checkpoint.folder}: {quoted(tensors[0])} and {quoted(other)} were quantised in different"
+                        " orders of columns (act-order), and read the same input; checkpoints with desc_act false run"
+                    )
+        if part.kind == "ffn":
+            moved[part.layer] = array("I", checkpoint.order_of(sources[part.key, "down"].tensor).tolist())
+    return moved

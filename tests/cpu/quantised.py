@@ -4,6 +4,7 @@ published layout, slow and plain. Codes are packed one by one, by what the maker
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,13 @@ def grouped(
 
 
 def gptq(bits: int = 4, group: int = 32, symmetric: bool = False, v2: bool = False, order: str = "own") -> Quantise:
-    """`order`: own, none (no g_idx), or apart (act-order)."""
+    """`order`: own, none (no g_idx), apart (act-order), or other (an order of each matrix' own)."""
 
     def quantise(w: torch.Tensor, name: str) -> tuple[Tensors, torch.Tensor]:
         cols = w.shape[1]
         own = np.arange(cols) // (group if group > 0 else cols)
-        g_idx = np.random.default_rng(0).permutation(own) if order == "apart" else own
+        rng = np.random.default_rng(0 if order == "apart" else zlib.crc32(name.encode()))
+        g_idx = rng.permutation(own) if order in ("apart", "other") else own
         codes, scales, zeros, numbers = grouped(w, bits, group, symmetric, torch.float16, g_idx)
         tensors = {
             "qweight": pack_int32(codes.T, bits, 0),
@@ -87,17 +89,22 @@ def awq(group: int = 32) -> Quantise:
 
 
 def packed(
-    bits: int = 4, group: int = 32, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16, bytes_: bool = False
-) -> Quantise:
-    """compressed-tensors' pack-quantized. `bytes_`: zero points as int8, as its first versions had them."""
+    bits: int = 4, group: int = 32, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16, bytes_: bool = False,
+    apart: bool = False,
+) -> Quantise:  # fmt: skip
+    """compressed-tensors' pack-quantized. `bytes_`: zero points as int8, as its first versions had them. `apart`: the
+    columns of a group lie apart (actorder group)."""
 
     def quantise(w: torch.Tensor, name: str) -> tuple[Tensors, torch.Tensor]:
-        codes, scales, zeros, numbers = grouped(w, bits, group, symmetric, dtype)
+        g_idx = np.random.default_rng(1).permutation(np.arange(w.shape[1]) // group) if apart else None
+        codes, scales, zeros, numbers = grouped(w, bits, group, symmetric, dtype, g_idx)
         tensors = {
             "weight_packed": pack_int32(codes, bits, 1),
             "weight_scale": scales,
             "weight_shape": torch.tensor(w.shape),
         }
+        if g_idx is not None:
+            tensors["weight_g_idx"] = torch.from_numpy(g_idx.astype(np.int32))
         if not symmetric:
             signed = torch.from_numpy((zeros - 2 ** (bits - 1)).astype(np.int8))
             tensors["weight_zero_point"] = signed if bytes_ else pack_int32(zeros, bits, 0)

@@ -102,3 +102,12 @@ def test_broken_blocks_are_refused() -> None:
     raw[1, 2:4] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(BrokenModel, match="infinite"):
         encode_blocks(raw, "Q4_K", 16, 256)
+
+
+@pytest.mark.parametrize("exponent", [253, 255])
+def test_exponents_whose_numbers_are_infinite_are_refused(exponent: int) -> None:
+    raw = random_blocks("mxfp4", 16, 64, np.random.default_rng(0))
+    encode_blocks(raw, "MXFP4", 16, 64)
+    raw[3, BLOCKS["mxfp4"].nbytes] = exponent
+    with pytest.raises(BrokenModel, match="beyond float32"):
+        encode_blocks(raw, "MXFP4", 16, 64)

@@ -17,7 +17,8 @@ MANUAL = ast.parse((Path(penstock.__file__).parent / "_native.pyi").read_text(en
 # native kernel needs does not cross at all.
 NOT_CROSSING = {
     "embed": {"edges", "scratch"},
-    "norm": {"norms", "scratch", "which", "layer"},
+    "norm": {"norms", "scratch", "which", "layer", "every"},
+    "order": {"norms", "which", "layer"},
     "qkv": {"norms", "layer"},
     "attend": {"norms", "layer"},
     "out": {"layer"},

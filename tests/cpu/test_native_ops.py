@@ -98,6 +98,7 @@ def layers(draw: st.DrawFn) -> ModelSpec:
     if draw(flag):
         ffn = draw(routed())
     layer = Layer(attention, ffn, draw(flag), draw(flag), draw(flag))
+    layer = replace(layer, ordered=layer.routed is None and draw(flag))
     norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
     d = draw(st.integers(1, 150))
     return ModelSpec(
@@ -122,6 +123,9 @@ def fill(part: Part, out: np.ndarray, rng: np.random.Generator) -> None:
         n = part.rows_of(g, g + 1)
         for block in part.blocks:
             values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
+            if block.name.endswith("_order"):
+                values[0] = rng.permutation(block.cols)
+                values[0, rng.integers(block.cols)] = rng.choice([-1.0, np.nan, np.inf, block.cols, 0.5])
             if block.stride:
                 values *= part.rows**-0.5 if block.name == "down" else block.cols**-0.5
                 encode_rows(values[:n], block, granule)

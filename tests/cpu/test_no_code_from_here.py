@@ -18,6 +18,7 @@ from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.hub import server as hub_server
 from tests.cpu.test_serve import serving
 from tests.cpu.traps import SCRIPT, Trap
+from tests.syntax import tree_of
 
 CONFIG = {**MOE, "vocab_size": 300}  # `profile` wants experts
 PACKAGE = Path(penstock.__file__).parent
@@ -157,7 +158,7 @@ def test_every_process_is_started_by_that_command() -> None:
     """`runtime.child.command`, which knows the flags."""
     starters = {"multiprocessing", "system", "popen", "posix_spawn", "posix_spawnp", "execv", "execvp", "execve"}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 assert starters.isdisjoint(alias.name for alias in node.names), path
             elif isinstance(node, ast.Attribute):

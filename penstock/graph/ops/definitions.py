@@ -93,6 +93,17 @@ class Norm(NamedTuple):
     every: bool = False
 
 
+class Order(NamedTuple):
+    """rows float32 [T, C]: column i becomes what column order[i] was. `which` order of `norms`: attn, o or ffn. Numbers
+    that are no column of `rows` count as 0."""
+
+    norms: Read
+    rows: Added
+    scratch: Scratch
+    which: str
+    layer: int
+
+
 class Qkv(NamedTuple):
     """q, k and v of the unit's KV heads, with bias, q/k norm and rope. k and v are written into the KV cache."""
 
@@ -329,6 +340,6 @@ class Sync(NamedTuple):
 TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
     Ffn: EXPONENTIALS, Fire: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS,
-    Predict: SUMS, Merge: SUMS, Head: SUMS,
+    Predict: SUMS, Merge: SUMS, Head: SUMS, Order: BYTES,
     Copy: BYTES, Load: BYTES, Pick: BYTES, Recall: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
 }  # fmt: skip

@@ -209,6 +209,15 @@ def ffn(
     scratch.rewind(start)
 
 
+def order(rows: Float32, norms: Bytes, part: Part, which: str, scratch: Scratch) -> None:
+    """Column i of rows [T, C] becomes what column order[i] was. Numbers that are no column count as 0."""
+    numbers = vector(norms, part.block(f"{which}_order"))
+    columns = np.where((numbers >= 0) & (numbers < rows.shape[1]), numbers, 0).astype(np.intp)
+    before = scratch.take(rows.shape)
+    before[...] = rows
+    np.take(before, columns, axis=1, out=rows, mode="clip")
+
+
 def merge(
     norms: Bytes, part: Part, block: str, layer: Layer, norm: Norm, x: Float32, partials: Sequence[Float32],
     scratch: Scratch, routes: tuple[NDArray[np.int32], Float32] | None = None,

@@ -13,6 +13,8 @@ EXPERT = "<expert>"  # stands for the number of an expert in the names of tensor
 
 # Blocks for which a granule takes columns of the tensor. For every other block it takes rows.
 _BY_COLUMN = ("o", "down")
+# By block of norms: a matrix whose columns lie in this order.
+ORDER_OF = {"attn_order": "q", "o_order": "o", "ffn_order": "up"}
 # Kinds of parts whose blocks have the same names as other parts' blocks. So their keys name the part too: "shared.up".
 _OWN_NAMES = ("router", "shared", "experts")
 
@@ -31,7 +33,7 @@ class TensorSource(NamedTuple):
 
     `step`: the granule's rows (or numbers, of a vector) are every step-th one from there: gpt-oss has gate and up in
     turns. `turned`: the tensor, or each matrix of a stacked one, is the transpose. `folded`: a vector that the tensor
-    has as so many rows, 0 for all others.
+    has as so many rows, 0 for all others. `order`: not the tensor's numbers are meant, but the order of its columns.
 
     GGUF files have some tensors in another shape (`models.gguf.names`). `interleaved`: rows of each head in the tensor
     where the two halves of the rows of a head take turns, else 0. `added`: what the tensor's numbers have more than the
@@ -48,6 +50,7 @@ class TensorSource(NamedTuple):
     step: int = 1
     turned: bool = False
     folded: int = 0
+    order: bool = False
 
     def of_expert(self, expert: int) -> str:
         """The name of the tensor that an expert's block stands in."""
@@ -73,6 +76,11 @@ def sources_of(
     sources: dict[tuple[str, str], TensorSource] = {}
     for part in parts(spec, FLOAT32):
         for block in part.blocks:
+            if block.name in ORDER_OF:
+                sources[part.key, block.name] = TensorSource(
+                    layer[ORDER_OF[block.name]].format(part.layer), 0, 0, order=True
+                )
+                continue
             key = f"{part.kind}.{block.name}" if part.kind in _OWN_NAMES else block.name
             name = layer[key].format(part.layer) if part.layer >= 0 else ends[f"{part.kind}.{block.name}"]
             axis, offset = 1 if block.name in _BY_COLUMN else 0, (offsets or {}).get(key, 0)

@@ -15,7 +15,7 @@ Every other one is refused by its name. `store.quantised` reads the tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import UnsupportedModel
@@ -23,6 +23,7 @@ from penstock.models.hf.config import MAX_WIDTH, Config, short
 from penstock.spec.blocks import BLOCKS
 
 KEY, MXFP4 = "quantization_config", "mxfp4"
+CODES = ("qweight", "weight_packed")  # what tensors of codes are called, and no matrix of floats is
 _GROUP = 32  # columns of a group are a multiple of this: kernels round activations by so many
 _FLOAT8 = "float8"
 _MOST_NAMES = 1 << 14
@@ -35,7 +36,8 @@ class Quantization:
     `layout`: how their tensors lie: gptq, awq, packed, bytes (int-quantized) or float8. `kind`: the format that holds
     the numbers. `bits`: of a code. `group`: columns of a scale, 0 for a whole row. `block_rows`: rows of a scale, 0 for
     all of them. `zero_is_less`: zero points are stored less one. `symmetric`: there are no zero points in the file.
-    `skipped`: names of modules, or parts of names, that were left as they were; a dot at the end of one ends a name.
+    `ordered`: the columns of a group may lie apart in a matrix (act-order). `skipped`: names of modules, or parts of
+    names, that were left as they were; a dot at the end of one ends a name.
     `head`: lm_head was quantised too.
     """
 
@@ -46,6 +48,7 @@ class Quantization:
     block_rows: int = 1
     zero_is_less: bool = False
     symmetric: bool = False
+    ordered: bool = False
     skipped: tuple[str, ...] = ()
     head: bool = False
 
@@ -94,9 +97,10 @@ def _gptq(keys: Config) -> Quantization:
             raise keys.unsupported("dynamic", f"has settings of its own for {short(name)}")
         skipped.append(_plain("re:" + name.removeprefix("-:")))
     group = _group(keys, "group_size", 128)
+    ordered = keys.flag("desc_act", False) and not keys.flag("static_groups", False) and group > 0
     return Quantization(
-        "gptq", _kind(bits, group), bits, group, zero_is_less=form == "gptq", skipped=_known(skipped),
-        head=keys.flag("lm_head", False),
+        "gptq", _kind(bits, group), bits, group, zero_is_less=form == "gptq", ordered=ordered,
+        skipped=_known(skipped), head=keys.flag("lm_head", False),
     )  # fmt: skip
 
 
@@ -134,10 +138,7 @@ def _compressed(keys: Config) -> Quantization:
     if len(found) > 1:
         raise keys.unsupported("config_groups", "has groups of other weights than the first one's")
     how = found.pop()
-    return Quantization(
-        how.layout, how.kind, how.bits, how.group, how.block_rows, symmetric=how.symmetric,
-        skipped=_known(map(_plain, _names(keys, "ignore"))), head=True,
-    )  # fmt: skip
+    return replace(how, skipped=_known(map(_plain, _names(keys, "ignore"))), head=True)
 
 
 def _weights_of(group: Config, layout: str) -> Quantization:
@@ -158,8 +159,9 @@ def _weights_of(group: Config, layout: str) -> Quantization:
         raise weights.unsupported("strategy", f"{short(strategy)} is not one of group, channel, tensor, block")
     elif strategy == "tensor":
         rows = 0
-    symmetric = weights.flag("symmetric", True)
-    return Quantization(layout, _FLOAT8 if is_float else _kind(bits, size), bits, size, rows, symmetric=symmetric)
+    ordered = layout == "packed" and size > 0 and weights.data.get("actorder") in ("group", "dynamic", True)
+    kind, symmetric = _FLOAT8 if is_float else _kind(bits, size), weights.flag("symmetric", True)
+    return Quantization(layout, kind, bits, size, rows, symmetric=symmetric, ordered=ordered)
 
 
 _METHODS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
+from penstock.hubs import web
 from penstock.hubs.pull import Pulled, find, pull
 from penstock.hubs.transfer import Repository
 from penstock.hubs.where import Where
@@ -131,6 +133,22 @@ def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, byt
     assert (again.commit, again.brought_bytes) == ("b" * 40, len(files["config.json"]) + 1)
     found = find(name_of(), where)
     assert found is not None and found.path == again.path
+
+
+def test_headers_that_drip(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte every now and then, and no end."""
+    monkeypatch.setattr(web, "_WHOLE_ANSWER_S", 0.2)
+
+    def drips(handler: Handler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(OSError):
+            for i in range(100):
+                handler.wfile.write(b"x-%d: y\r\n" % i)
+                time.sleep(0.02)
+        handler.close_connection = True
+
+    hub.faults.append(Fault("/api/", drips, 100))
+    assert "no whole headers within 0 s" in refusal(where, "org/name").message
 
 
 def test_another_process_downloads_it(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:

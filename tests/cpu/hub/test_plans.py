@@ -202,6 +202,10 @@ def test_commands_take_names_of_the_hub(
     assert planned.code == 0, planned.err
     assert "penstock: org/name is not here: " in planned.err and " would be downloaded (read of it" in planned.err
     assert planned.report["predicted"]["decode_tokens_per_s"] > 0
+    config = files["config.json"]
+    hub.repos["org/name"]["config.json"] = config.replace(b'"llama"', b'"mamba"')
+    refused(apart("pull", "org/name", "--json", env=environment), "mamba", "UnsupportedModel")
+    hub.repos["org/name"]["config.json"] = config
     pulled = apart("pull", "org/name", "--json", env=environment)
     assert pulled.code == 0 and pulled.report["downloaded_bytes"] == sum(map(len, files.values())), pulled.err
     again = apart("pull", "hf.co/org/name", env=environment)

@@ -38,8 +38,9 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        # The host's disks do the loading. Predictors, and units that are asked for, are the CPU's.
-        others = ("load", "fetch", "pick", "recall", "fire", "predict")
+        # The host's disks do the loading. Predictors, units that are asked for and formats of quantised folders, which
+        # alone have orders, are the CPU's.
+        others = ("load", "fetch", "pick", "recall", "fire", "predict", "order")
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
