@@ -52,8 +52,8 @@ def first_word_s(programs: Path, model: Path, cache: Path) -> float:
         except OSError:  # EIO: the other end is closed
             break
         said += more
-        at = said.find(PROMPT.encode())
-        if taken_s is None and at >= 0 and said[at + len(PROMPT) :].strip():
+        words_said = said.removeprefix(PROMPT.encode()).strip()  # the prompt is shown before the answer, at once
+        if taken_s is None and words_said and not PROMPT.encode().startswith(words_said):
             taken_s = time.perf_counter() - start_s
         if not more:
             break

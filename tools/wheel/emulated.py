@@ -96,7 +96,7 @@ def main() -> int:
     wheel = build.build("aarch64", usable[0])
     site, native, stamp = FOLDER / "site", FOLDER / "native", FOLDER / "stamp"
     if not stamp.exists() or stamp.stat().st_mtime < (ROOT / "constraints.txt").stat().st_mtime:
-        installed(wheel, "pytest", "hypothesis")
+        installed(wheel, "pytest", "hypothesis", "gguf")
         shutil.rmtree(site / "penstock")  # it would come before the repository's
         stamp.touch()
     shutil.rmtree(native, ignore_errors=True)
