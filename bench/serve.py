@@ -6,7 +6,10 @@
 `http`      what HTTP costs: 8 streams of the server beside the same in one process without it.
 `prompt`    a prompt of 512 tokens that joins eight streams: their 95th percentile of gaps beside that without it, and
             its first token beside its time alone.
-`prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone.
+`prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone
+            (`ttft_prefix_ratio`); beside one pass of the same plan in one process, of the new tokens behind a chat that
+            is there (`ttft_pass_ratio`); and beside a bound: that process's new tokens alone, and what attention over
+            the chat takes at the float peak of the same minute (`ttft_bound_ratio`).
 `load`      requests that arrive by chance at three rates: first token and tokens/s beside those that a scheduler on a
             virtual clock foretold.
 `soak`      64 streams at a time, a tenth cut off, malformed requests between: answers that are not those of the same
@@ -201,6 +204,7 @@ def prefix(bench: Bench, rounds: int) -> Figures:
     found = []
     context = PREFIX_TOKENS + TURNS * (TURN_TOKENS + TURN_ANSWER) + TURN_TOKENS
     with bench.server("large", bench.limit, 2, context) as server:
+        plan = server.get("/v1/plan")["plan"]
         for i in range(rounds):
             said = token_ids(bench.vocab["large"], PREFIX_TOKENS, 30_000 + i).tolist()
             for turn in range(TURNS):
@@ -216,7 +220,29 @@ def prefix(bench: Bench, rounds: int) -> Figures:
                 "cached_tokens": cached, "ttft_prefix_ratio": last.ttft_s / alone.ttft_s,
             })  # fmt: skip
             tell(f"turn {TURNS}, round {i + 1}: {json.dumps(found[-1])}")
+    _add_passes(bench, plan, found)
     return medians(found)
+
+
+def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> None:
+    """Adds to each round what the model's own passes take."""
+    file = bench.folder / "turn-plan.json"
+    file.write_text(json.dumps(plan))
+    arguments = (bench.models["large"], "--cache", bench.folder / "cache", "--plan", file)
+    with started(bench.folder, "bench.peers.turn", bench.limit, *arguments) as (worker, _):
+        worker.ask("read", found[0]["cached_tokens"])
+        worker.ask("turn", found[0]["new_tokens"])  # not counted
+        for figures in found:
+            there, alone = (worker.ask(where, figures["new_tokens"]) for where in ("turn", "alone"))
+            peak = float(worker.ask("peak", 1)["float32_flops_per_s"])
+            attention_s = (there["attend_flops"] - alone["attend_flops"]) / peak
+            figures |= {
+                "pass_turn_s": there["seconds"], "pass_new_tokens_s": alone["seconds"],
+                "float32_flops_per_s": peak, "attention_at_peak_s": attention_s,
+                "ttft_pass_ratio": figures["ttft_turn_s"] / there["seconds"],
+                "ttft_bound_ratio": figures["ttft_turn_s"] / (alone["seconds"] + attention_s),
+            }  # fmt: skip
+            tell(f"passes of turn {TURNS}: {json.dumps(figures)}")
 
 
 def load(bench: Bench, minutes: float) -> Figures:

@@ -46,12 +46,14 @@ struct Memory {
         return mapping;
     }
 
-    void populate(int threads) {
+    void populate(int threads, std::size_t lo, std::optional<std::size_t> hi) {
         Mapping& m = open();
+        if (lo % 4096 != 0 || lo > m.nbytes())
+            throw std::invalid_argument("lo should be a multiple of 4096 inside the memory");
         ++users;
         {
             nb::gil_scoped_release release;
-            m.populate(threads);
+            m.populate(lo, hi.value_or(m.nbytes()), threads);
         }
         --users;
     }
@@ -283,7 +285,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("address", [](Memory& self) { return reinterpret_cast<std::uintptr_t>(self.open().data()); })
         .def_prop_ro("nbytes", [](Memory& self) { return self.mapping.nbytes(); })
         .def_prop_ro("huge", [](Memory& self) { return self.mapping.huge(); })
-        .def("populate", &Memory::populate, "threads"_a = 1)
+        .def("populate", &Memory::populate, "threads"_a = 1, "lo"_a = 0, "hi"_a = nb::none())
         .def("close", &Memory::close);
 
     m.def("read_into", &py_read_into, "fd"_a, "offset"_a, "address"_a, "nbytes"_a, "block_bytes"_a);

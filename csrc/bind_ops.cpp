@@ -124,10 +124,29 @@ void require(bool scratch_suffices) {
     if (!scratch_suffices) throw nb::value_error("the scratch is too small for one granule");
 }
 
+// How many rows, rows with logits and sequences a batch has now.
+struct Counts {
+    std::int32_t rows, chosen, sequences;
+};
+
+// Gives an op that is run again the counts of its batch.
+template <class Op>
+void resize(Op& op, const Counts& now) {
+    if constexpr (requires { op.sequence_count; }) op.sequence_count = now.sequences;
+    if constexpr (std::is_same_v<Op, HeadOp>) {
+        op.t = now.chosen;
+    } else if constexpr (std::is_same_v<Op, NormOp>) {
+        op.t = op.chosen != nullptr ? now.chosen : now.rows;
+    } else if constexpr (requires { op.t; }) {
+        op.t = now.rows;
+    }
+}
+
 // Ops that run in order, with no Python between them.
 struct Program {
     explicit Program(const Compute& on) : compute(&on) {}
     const Compute* compute;
+    const Counts* counts = nullptr;  // of the batch of the ops that are recorded next; null: these stay as they are
     std::vector<Step> steps;
     std::shared_ptr<ExpertsOp> placed;  // the operands of the latest call for experts
 
@@ -246,7 +265,11 @@ struct Ops {
             name,
             [=](Program& self, const typename Crosses<Op, Places>::type&... values) {
                 const auto op = std::make_shared<Op>(make(values...));
-                self.steps.push_back([=](const Compute& c) { return (c.kernels->*run)(*c.pool, *op); });
+                const Counts* const counts = self.counts;
+                self.steps.push_back([=](const Compute& c) {
+                    if (counts != nullptr) resize(*op, *counts);
+                    return (c.kernels->*run)(*c.pool, *op);
+                });
                 if constexpr (std::is_same_v<Op, ExpertsOp>) self.placed = op;
             },
             nb::kw_only(), nb::arg(places.name)...);
@@ -334,11 +357,16 @@ void bind_ops(nb::module_& m) {
                        .def(nb::init<const std::string&, int>(), "isa"_a, "threads"_a)
                        .def_prop_ro("isa", [](const Compute& self) { return self.kernels->isa; })
                        .def_prop_ro("threads", [](const Compute& self) { return self.pool->threads(); });
-    auto program = nb::class_<Program>(m, "Program")
-                       .def(nb::init<const Compute&>(), nb::keep_alive<1, 2>(), "compute"_a)
-                       .def("__len__", [](const Program& self) { return self.steps.size(); })
-                       .def("place", &Program::place, "weights"_a, "ids"_a)
-                       .def("run", &Program::run);
+    auto program =
+        nb::class_<Program>(m, "Program")
+            .def(nb::init<const Compute&>(), nb::keep_alive<1, 2>(), "compute"_a)
+            .def("__len__", [](const Program& self) { return self.steps.size(); })
+            .def("place", &Program::place, "weights"_a, "ids"_a)
+            .def(
+                "follow",
+                [](Program& self, std::uintptr_t counts) { self.counts = Crossing<const Counts*>::of(counts); },
+                "counts"_a)
+            .def("run", &Program::run);
     // clang-format off
     Ops ops{compute, program, nb::dict()};
     ops.def("project", &Kernels::project,

@@ -45,26 +45,29 @@ Mapping::Mapping(std::size_t nbytes, bool huge) : nbytes_(nbytes) {
 
 namespace {
 
-// Takes the pages of a range, which begins on a page.
+// Takes the pages of a range, which begins on a page. Kernels before 5.14 do not know the call (EINVAL). Where it fails
+// otherwise (ENOMEM, EFAULT), touching the pages gets them or the signal that any later use of them would get.
 void take_pages(std::byte* data, std::size_t nbytes) {
     if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) return;
     const std::size_t step = page_bytes();
     for (std::size_t i = 0; i < nbytes; i += step) {
-        auto* byte = reinterpret_cast<volatile unsigned char*>(data + i);
-        *byte = *byte;
+        // An atomic write of a zero over a zero, for a read from a disk may be writing here at this moment.
+        unsigned char zero = 0;
+        std::atomic_ref(*reinterpret_cast<unsigned char*>(data + i)).compare_exchange_strong(zero, 0);
     }
 }
 
 }  // namespace
 
-void Mapping::populate(int threads) {
-    std::atomic<std::size_t> next{0};
+void Mapping::populate(std::size_t lo, std::size_t hi, int threads) {
+    const std::size_t end = std::min(round_up(hi, page_bytes()), mapped_);
+    std::atomic<std::size_t> next{lo};
     const auto work = [&] {
-        for (std::size_t lo; (lo = next.fetch_add(kTakenAtOnce)) < mapped_;)
-            take_pages(data_ + lo, std::min(kTakenAtOnce, mapped_ - lo));
+        for (std::size_t at; (at = next.fetch_add(kTakenAtOnce)) < end;)
+            take_pages(data_ + at, std::min(kTakenAtOnce, end - at));
     };
     std::vector<std::thread> others;
-    for (int i = 1; i < threads && static_cast<std::size_t>(i) * kTakenAtOnce < mapped_; ++i) {
+    for (int i = 1; i < threads && lo + static_cast<std::size_t>(i) * kTakenAtOnce < end; ++i) {
         try {
             others.emplace_back(work);
         } catch (const std::system_error&) {

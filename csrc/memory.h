@@ -21,7 +21,9 @@ class Mapping {
     std::size_t nbytes() const { return nbytes_; }
     bool huge() const { return huge_; }  // the kernel took the advice
 
-    void populate(int threads);  // makes every page present and writable by so many threads, and keeps its content
+    // Makes the pages of bytes lo..hi present and writable, by so many threads. Their content stays, and others may
+    // write there meanwhile. lo is a multiple of the page size.
+    void populate(std::size_t lo, std::size_t hi, int threads);
     void close() noexcept;
 
   private:

@@ -33,8 +33,9 @@ class Memory(Buffer):
     def huge(self) -> bool:
         """Whether the kernel accepted the advice to use huge pages."""
 
-    def populate(self, threads: int = 1) -> None:
-        """Makes every page present by so many threads, so that no later access faults; contents stay."""
+    def populate(self, threads: int = 1, lo: int = 0, hi: int | None = None) -> None:
+        """Makes the pages of bytes lo..hi (None: the end) present by so many threads, so that no later access faults.
+        Contents stay, and others may write there meanwhile. `lo`: a multiple of 4096, else ValueError."""
 
     def close(self) -> None:
         """Gives the memory back now. BufferError while a view of it exists; a second call does nothing."""
@@ -354,5 +355,10 @@ class Program(_Ops):
     def place(self, weights: Sequence[int], ids: Sequence[int]) -> None:
         """Replaces the experts of the latest call for experts, and where their weights lie. Raises ValueError where
         there is no such call, or as that call."""
+
+    def follow(self, counts: int) -> None:
+        """Ops that are written down from now on have as many rows as `counts` says whenever they run: the address of
+        int32 [3], the rows, rows with logits and sequences of their batch. 0: as many as when they were written
+        down."""
 
     def run(self) -> None: ...

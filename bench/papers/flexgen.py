@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bench.papers.compare import Predicted, explained, machine_of, model_of
 from bench.papers.published import T4, Published
+from bench.papers.traits import Traits, of_system
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
@@ -23,7 +24,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.shorten import quick
 from penstock.planner.solve import flexgen
 from penstock.planner.solve.flexgen.program import Shares
-from penstock.planner.solve.flexgen.shape import Shape
+from penstock.planner.solve.flexgen.shape import BlockShape
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -31,20 +32,19 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
-from penstock.units import GIB
 
 OUTPUT, PROMPT = 32, 512  # tokens; the prompt of rows that do not state it (Figure 1)
 DEVICES = 4  # of Table 3
 BLOCKS = 4  # that a pipeline has under way (the scripts' inner iterations)
 NOT_PREDICTED = {"Petals": "many machines that share a model over a network: no plan of one machine"}
 
-# Physics: the T4's data sheet, the disk as FlexGen's pictures have it, the memories of Table 1.
-_FLOPS, _DISK, _WRITES, _MEMORY_BYTES = 65e12, 2e9, 1e9, (16 + 208) * GIB
+_FLOPS = 65e12  # physics: the T4's data sheet, half precision
 
 
 class Policy(NamedTuple):
     """What a row does, complete. `weights`, `kv`: shares on device, in RAM, on disk. `attends`: of
-    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one."""
+    flexgen.shape.ATTENDS. `parts`: into so many the layers are cut, of which the plan has one. `traits`: of the
+    system."""
 
     model: str
     prompt: int
@@ -57,6 +57,7 @@ class Policy(NamedTuple):
     attends: str
     order: str
     parts: int = 1
+    traits: Traits = ()
 
     @property
     def block(self) -> int:
@@ -106,18 +107,18 @@ _PEERS = {
 }
 
 
-def predicted(row: Published) -> Predicted | None:
+def predicted(row: Published, traits: Traits) -> Predicted | None:
     """None: a figure that is no prediction (NOT_PREDICTED)."""
     if row.system in NOT_PREDICTED:
         return None
     if row.metric == "speedup":
-        value, bound, note = _speedup(row), None, "both sides predicted, at prompts of 512 tokens"
+        value, bound, note = _speedup(row, traits), None, "both sides predicted, at prompts of 512 tokens"
     else:
         devices = DEVICES if "pipeline" in row.setting else 1
-        policy = policy_of(row, devices)
+        policy = policy_of(row, devices)._replace(traits=of_system(traits, row.paper, row.system))
         bound = _bound(row, policy, devices)
         if row.setting == "no attention on the CPU":
-            policy = _searched(policy)
+            policy = _searched(policy._replace(traits=()))._replace(traits=policy.traits)
         note = f"{policy.batches} device batches of {policy.gpu_batch}"
         if row.table == "Table 8":
             value = _of_breakdown(row, policy)
@@ -162,26 +163,30 @@ def _speed(row: Published, policy: Policy, devices: int) -> float:
     return devices * policy.block * OUTPUT / (spent.prefill_s + (OUTPUT - 1) * spent.step_s)
 
 
-def _speedup(row: Published) -> float:
+def _speedup(row: Published, traits: Traits) -> float:
     """Over the better of the peers, both predicted."""
     own = replace(row, setting="", metric="throughput", prompt=PROMPT)
     peers = (replace(own, system=name, weights="float16", kv="float16") for name in ("DeepSpeed", "Accelerate"))
-    return _speed(own, policy_of(own), 1) / max(_speed(peer, policy_of(peer), 1) for peer in peers)
+
+    def speed(of: Published) -> float:
+        return _speed(of, policy_of(of)._replace(traits=of_system(traits, of.paper, of.system)), 1)
+
+    return speed(own) / max(map(speed, peers))
 
 
 @cache
 def _spent(policy: Policy) -> Spent:
     """With the lanes side by side."""
-    plan, ask = _plan(policy)
-    found = quick(plan, ask, machine_of(T4), spread=False)
+    plan, ask = _plan(policy._replace(traits=()))
+    found = quick(plan, ask, machine_of(T4, policy.traits), spread=False)
     return Spent(found.ttft_s, policy.block / found.decode_tokens_per_s)
 
 
 @cache
 def _parts(policy: Policy) -> dict[tuple[str, str], float]:
     """(stage, part) → seconds of all its tasks, one after the other; of decode, of all steps."""
-    plan, ask = _plan(policy)
-    lowering, cost = Lowering(plan), Cost(machine_of(T4))
+    plan, ask = _plan(policy._replace(traits=()))
+    lowering, cost = Lowering(plan), Cost(machine_of(T4, policy.traits))
     seqs = range(policy.block)
     position = ask.prompt_tokens + OUTPUT // 2
     step = passes.decode(plan, seqs, (position,) * policy.block, passes.DECODE)
@@ -233,7 +238,7 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
     rows = sorted({min(policy.gpu_batch, max(1, n // policy.prompt)) * policy.prompt for n in (2048, 1024, 512)})
     for chunk_rows in reversed(rows):
         for ring_layers in (2.0, 1.0):
-            shape = Shape(
+            shape = BlockShape(
                 problem, GPU.executor, policy.gpu_batch, policy.batches, chunk_rows, policy.attends, ring_layers,
                 policy.order,
             )  # fmt: skip
@@ -251,9 +256,8 @@ def _searched(policy: Policy) -> Policy:
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)
         spec, fmt = _spec(policy.model), parse_format(policy.weight_format)
-        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).get("device")
-        if found and (best is None or found.seconds_a_sequence < best.seconds_a_sequence):
-            best = found
+        found = flexgen.search(Problem(ask, spec, fmt, machine_of(T4)), ("device",)).values()
+        best = min((*found, *([best] if best else [])), key=lambda policy: policy.seconds_a_sequence, default=None)
     assert best is not None
     shape, where = best.shape, best.solution.policy
     return policy._replace(
@@ -286,25 +290,17 @@ def kv_bytes(spec: ModelSpec, fmt: Format, seqs: int, tokens: int) -> int:
 
 
 def _bound(row: Published, policy: Policy, devices: int) -> float | None:
-    """The best in the row's metric: all products at the data sheet's speed, and what no memory has room for read from
-    the disk once a step."""
-    spec, batch = _spec(policy.model), policy.block * (BLOCKS if policy.parts > 1 else devices)
-    fmt = parse_format(policy.weight_format)
-    weights = weight_bytes(spec, fmt)
-    flops = weight_bytes(spec, parse_format("float16")) * batch  # two for each weight, a token
-    kv = kv_bytes(spec, parse_format(policy.kv_format), batch, policy.prompt + OUTPUT // 2)
-    read_s = max(0, weights + kv - devices * _MEMORY_BYTES) / (_DISK * devices)
-    step_s = max(flops / (_FLOPS * devices), read_s)
-    first_read_s = max(0, weights - devices * _MEMORY_BYTES) / (_DISK * devices)
-    prefill_s = max(flops * policy.prompt / (_FLOPS * devices), first_read_s)
+    """The best in the row's metric: all products at the data sheet's speed. The disk has no part in it: the slides
+    round it to 2 and 1 GB/s, which Table 8 exceeds."""
+    batch = policy.block * (BLOCKS if policy.parts > 1 else devices)
+    flops = weight_bytes(_spec(policy.model, policy.parts), parse_format("float16")) * batch  # two for each weight
+    step_s, prefill_s = flops / (_FLOPS * devices), flops * policy.prompt / (_FLOPS * devices)
     if row.metric == "decode_tokens_per_s":
         return batch / step_s
     if row.metric == "throughput":
         return batch * OUTPUT / (prefill_s + (OUTPUT - 1) * step_s)
     bounds = {
-        "prefill, total": prefill_s, "prefill, compute": flops * policy.prompt / _FLOPS,
-        "decode, total": (OUTPUT - 1) * step_s, "decode, compute": (OUTPUT - 1) * flops / _FLOPS,
-        "decode, KV read": (OUTPUT - 1) * max(0, kv - _MEMORY_BYTES) / _DISK,
-        "prefill, KV written": max(0, kv * policy.prompt / (policy.prompt + OUTPUT // 2) - _MEMORY_BYTES) / _WRITES,
+        "prefill, total": prefill_s, "prefill, compute": prefill_s,
+        "decode, total": (OUTPUT - 1) * step_s, "decode, compute": (OUTPUT - 1) * step_s,
     }  # fmt: skip
     return bounds.get(row.setting) if row.metric == "seconds" else None

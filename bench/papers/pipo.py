@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from bench.papers.compare import Predicted, explained, machine_of, model_of, require_plans
 from bench.papers.published import DESKTOP, LAPTOP, SEVERAL, UNSUPPORTED, Published
+from bench.papers.traits import Traits, of_system
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo.memory import Choice
+from penstock.planner.solve.pipo.memory import Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
@@ -48,11 +49,12 @@ _HOMES = {"on the device": GPU.executor, "in RAM": "host", "on disk": "disk0"}
 _ORDERS = {"PIPO": "overlapped", "FlexGen": "flexgen"}
 _FAMILIES = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.1-8b", "llama-3.1-70b")  # section 4.1
 _WARM_PASSES, _STEADY_PASSES = 2, 2  # as planner.predict, without a spread
+_PARTS_OF_PIPO = ("the pipeline alone", "with the transfer suite")  # of Figure 9
 _UTILISATION = (("llama-3.1-8b", 16), ("opt-30b", 12))  # appendix C.1, int4 from the disk
 
 
 class Policy(NamedTuple):
-    """What a row does, complete. `share`: of weights on the device, the rest at `home`."""
+    """What a row does, complete. `share`: of weights on the device, the rest at `home`. `traits`: of its system."""
 
     machine: str
     model: str
@@ -65,6 +67,7 @@ class Policy(NamedTuple):
     home: str
     share: float
     kv_home: str
+    traits: Traits
 
 
 @dataclass(frozen=True)
@@ -114,15 +117,15 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
     )  # fmt: skip
 
 
-def predicted(row: Published) -> Predicted | None:
+def predicted(row: Published, traits: Traits) -> Predicted | None:
     """None: see NOT_PREDICTED, or a model that `ModelSpec` cannot say. Raises what the planner refuses with."""
     if row.setting in NOT_PREDICTED or row.model in UNSUPPORTED:
         return None
     if row.metric == "speedup":
-        return _speedup(row)
+        return _speedup(row, traits)
     if row.metric == "share":
-        return _utilisation(row)
-    policy = policy_of(row)
+        return _utilisation(row, traits)
+    policy = policy_of(row, traits)
     speeds, share = simulated(policy)
     value = {
         "throughput": speeds.throughput(policy.batch, policy.output),
@@ -141,7 +144,7 @@ def predicted(row: Published) -> Predicted | None:
     return explained(row, value, most, *notes)
 
 
-def policy_of(row: Published) -> Policy:
+def policy_of(row: Published, traits: Traits) -> Policy:
     """A row's, with what it does not say assumed."""
     share = re.match(r"weights (\d+)% on the device, \d+% in RAM", row.setting)
     places = re.match(r"weights (on the device|in RAM|on disk)(?:, KV (on the device|in RAM))?$", row.setting)
@@ -153,6 +156,7 @@ def policy_of(row: Published) -> Policy:
         row.machine, row.model, row.weights or "", row.kv or "float16", row.prompt, row.output or OUTPUT,
         row.batch or BATCH, _ORDERS[row.system], home,
         int(share[1]) / 100 if share else float(home == GPU.executor), kv_home,
+        of_system(traits, row.paper, row.system),
     )  # fmt: skip
 
 
@@ -164,13 +168,13 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
         prompt_tokens=policy.prompt, output_tokens=policy.output, batch=policy.batch, kv=policy.kv,
         context=policy.prompt + policy.output,
     )  # fmt: skip
-    machine = machine_of(policy.machine)
+    machine = machine_of(policy.machine, policy.traits)
     problem = Problem(ask, spec, fmt, machine)
     require_plans(problem, "PIPO")
     share, plan = policy.share, None
     while plan is None or (not problem.fits(plan) and policy.home != GPU.executor and share > 0.01):
         share -= 0.01 if plan else 0.0
-        choice = Choice(policy.home, "overlapped", share)
+        choice = Configuration(policy.home, "overlapped", share)
         plan = pipo.plan(problem, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
     return together(plan, ask, machine), share
 
@@ -204,34 +208,50 @@ def bound(row: Published, policy: Policy, batch: int) -> float | None:
     return {"throughput": whole, "ttft_s": ttft_s, "decode_s": step_s}[row.metric]
 
 
-def _speedup(row: Published) -> Predicted:
+def _speedup(row: Published, traits: Traits) -> Predicted:
     """PIPO's throughput over FlexGen's: of one policy, or the mean or most of several."""
-    weights = row.weights or "float16"
+    weights, batch = row.weights or "float16", row.batch or BATCH
     models = (row.model,) if row.model != SEVERAL else _FAMILIES if row.weights else ("opt-6.7b", "llama-3.1-8b")
     homes = ("disk0",) if "on disk" in row.setting else ("host", "disk0") if row.weights else ("gpu0", "host", "disk0")
+    flexgen, mine = of_system(traits, row.paper, "FlexGen"), _ablation(row, traits)
     found = []
     for model in models:
         for home in homes:
-            of = [
+            ours, theirs = (
                 Policy(
-                    row.machine, model, weights, "float16", 512, 32, row.batch or BATCH, order, home,
-                    float(home == GPU.executor), "host",
+                    row.machine, model, weights, "float16", 512, 32, batch, order, home,
+                    float(home == GPU.executor), "host", system,
                 )
-                for order in ("overlapped", "flexgen")
-            ]  # fmt: skip
-            if home != "host" or simulated(of[0])[0].tier_bytes["host"] <= machine_of(row.machine).tier("host").bytes:
-                found.append(throughput(of[0]) / throughput(of[1]))
+                for order, system in (("overlapped", mine), ("flexgen", flexgen))
+            )  # fmt: skip
+            if home != "host" or simulated(ours)[0].tier_bytes["host"] <= machine_of(row.machine).tier("host").bytes:
+                found.append(throughput(ours) / throughput(theirs))
     value = max(found) if "most" in row.setting else statistics.mean(found)
-    return explained(row, value, None, f"{len(found)} policies at batch {row.batch or BATCH}")
+    found_of = explained(row, value, None, f"{len(found)} policies at batch {batch}")
+    # Appendix C.2 takes parts of the system away, which only traits tell apart.
+    return replace(found_of, is_policy=bool(traits) or not any(part in row.setting for part in _PARTS_OF_PIPO))
 
 
-def _utilisation(row: Published) -> Predicted:
+def _ablation(row: Published, traits: Traits) -> Traits:
+    """PIPO's traits, or those of appendix C.2: its pipeline with FlexGen's transfers and kernels, then with its own
+    transfers, then with its own kernels as well. The pipeline hides FlexGen's copies of what was read."""
+    flexgen, pipo_own = (of_system(traits, row.paper, system) for system in ("FlexGen", "PIPO"))
+    kernels = tuple(t for t in flexgen if t.kind.startswith("unpacking"))
+    transfers = tuple(t for t in flexgen if t.kind.startswith("disk reads"))
+    alone, with_transfers = _PARTS_OF_PIPO
+    if alone in row.setting:
+        return (*pipo_own, *kernels, *transfers)
+    return (*pipo_own, *kernels) if with_transfers in row.setting else pipo_own
+
+
+def _utilisation(row: Published, traits: Traits) -> Predicted:
     """The share of time in which the device computes: the mean of appendix C.1's two settings."""
     found = []
     for model, batch in _UTILISATION:
         policy = Policy(
-            row.machine, model, "int4", "float16", 512, 32, batch, _ORDERS[row.system], "disk0", 0.0, "host"
-        )
+            row.machine, model, "int4", "float16", 512, 32, batch, _ORDERS[row.system], "disk0", 0.0, "host",
+            of_system(traits, row.paper, row.system),
+        )  # fmt: skip
         found.append(simulated(policy)[0].device_share(policy.output))
     return explained(row, statistics.mean(found), 1.0, "the settings of appendix C.1")
 

@@ -91,7 +91,8 @@ def predicted(row: Published) -> Predicted | None:
         found = _share(row)
     else:
         found = _of_several(row) if row.model == SEVERAL else _of_one(row)
-    return replace(found, note="; ".join(filter(None, (cause_of(row), found.note))))
+    cause = cause_of(row)
+    return replace(found, note="; ".join(filter(None, (cause.text if cause else "", found.note))))
 
 
 def why_not(row: Published) -> str:

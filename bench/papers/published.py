@@ -104,20 +104,31 @@ class Fit:
     r2: float
 
 
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why predictions are far off. `where`: cell → what a figure's must contain. `kinds`: the kinds of traits (see
+    traits.py) whose absence is the cause; none where it is something else, which then is untested. `text`: in words."""
+
+    paper: str
+    where: dict[str, str]
+    kinds: frozenset[str]
+    text: str
+
+
 def device_gb(count: int) -> int:
     """A paper's limit of device memory in bytes. Its GB are read as GiB, as makers of GPUs count."""
     return count * GIB
 
 
-def cause_of(row: Published) -> str:
-    """Why the prediction of a figure is far off; empty where nobody knows."""
+def cause_of(row: Published) -> Cause | None:
+    """Why the prediction of a figure is far off; None where nobody knows."""
     for cause in CAUSES:
-        if cause["paper"] == row.paper and all(cause[name] in getattr(row, name) for name in _CAUSE_CELLS):
-            return cause["cause"]
-    return ""
+        if cause.paper == row.paper and all(part in getattr(row, name) for name, part in cause.where.items()):
+            return cause
+    return None
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def cells_of(name: str) -> Iterator[dict[str, str]]:
     """The rows of a table in `data/`: cells between tabs, their names in the first line that is no comment (#) and no
     note. A line `(3) text` is a note, which cells name."""
     notes: dict[str, str] = {}
@@ -147,12 +158,20 @@ def _figure(paper: str, cells: dict[str, str]) -> Published:
     )  # fmt: skip
 
 
-FIGURES: tuple[Published, ...] = tuple(_figure(paper, cells) for paper in PAPERS for cells in _rows(paper.lower()))
-CONTRADICTIONS = tuple(Contradiction(**cells) for cells in _rows("contradictions"))
+FIGURES: tuple[Published, ...] = tuple(_figure(paper, cells) for paper in PAPERS for cells in cells_of(paper.lower()))
+CONTRADICTIONS = tuple(Contradiction(**cells) for cells in cells_of("contradictions"))
 # ScheInfer's fits.
 TABLE_I = tuple(
     Fit(c["machine"], c["what"], c["weights"], float(c["alpha_s"]), float(c["beta_s"]), float(c["r2"]))
-    for c in _rows("table_i")
+    for c in cells_of("table_i")
 )
-CAUSES = tuple(_rows("causes"))
 _CAUSE_CELLS = ("system", "table", "setting", "model", "machine", "metric")
+CAUSES = tuple(
+    Cause(
+        c["paper"],
+        {name: c[name] for name in _CAUSE_CELLS},
+        frozenset(filter(None, c["traits"].split("; "))),
+        c["cause"],
+    )
+    for c in cells_of("causes")
+)

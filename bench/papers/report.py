@@ -11,11 +11,13 @@ from bench.papers.compare import (
     ROUNDING,
     LeftOut,
     Row,
-    median_ratio,
     memory_ratio_median,
+    once,
     speed_ratio_median,
+    untested_causes,
 )
 from bench.papers.published import METRICS, Contradiction, Published
+from bench.papers.traits import Trait
 
 _INTRO = f"""# The papers' tables, predicted
 
@@ -26,13 +28,18 @@ What a figure does not say is assumed alike for all of its paper and stands in i
 For models with experts the planner is asked whether it has plans of the figure's system. Where it has none, the
 figure is not predicted. What the planner says stands below the paper's tables, or in notes of rows over several models.
 
-The ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
-physics allows on that machine; it is left out of medians. Ratios beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and
-explained below their table. What stands for FlexGen in PIPO's tables is PIPO's measurement of it, and so on.
+Each figure is predicted twice. *As penstock* has penstock's kernels and transfers. *As built* has the same plan on the
+same machine, but with what the paper's system does in its own way: its traits, listed at the end. Numbers of traits
+that no paper prints are fitted by half of the paper's tables, drawn by chance; the others judge.
 
-The speed ratio of the summary is a median over speeds and times together, turned so that above 1 is always
-"promised too fast". Memory is apart, shares are in neither, and a figure that several tables print counts once. All
-predictions are as penstock would run the policy: its kernels and transfers, not those of the paper's system.
+A ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
+physics allows on that machine; it is left out of medians. **~** marks a plan that is not what the system did. Ratios as
+penstock beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and explained below their table. A cause is tested where it names
+traits, and these alone bring the row within {FAR_OFF:g}: others are told, and counted as untested. What stands for
+FlexGen in PIPO's tables is PIPO's measurement of it, and so on.
+
+Speed ratios of the summary are medians over speeds and times together, turned so that above 1 is always "promised too
+fast". Memory is apart, shares are in neither, and a figure that several tables print counts once.
 """
 
 
@@ -59,22 +66,19 @@ def text(rows: Sequence[Row]) -> str:
         lines.append(f"\n{paper}, {table}")
         for row in group:
             f = row.figure
-            mark = " " if row.respects_physics else "!"
+            mark = "!" if not row.respects_physics else " " if row.is_policy else "~"
             lines.append(
                 f"{mark} {f.system[:12]:12} {f.model[:14]:14} {f.metric:11} {_number(row.predicted):>8} "
-                f"{_number(f.value):>8} {row.ratio:6.2f}  {_setting(f)}" + (f" ({row.note})" if row.note else "")
+                f"{_number(row.as_built):>8} {_number(f.value):>8} {row.ratio:6.2f} {row.built_ratio:6.2f}  "
+                + _setting(f)
+                + (f" ({row.note})" if row.note else "")
             )
-    lines.append("")
-    for paper in papers_of(rows):
-        mine = [row for row in rows if row.figure.paper == paper]
-        broken = sum(not row.respects_physics for row in mine)
-        lines.append(
-            f"{paper}: {len(mine)} rows, median ratio {median_ratio(rows, paper) or 0:.2f}, {broken} break physics"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _summary(rows)])
 
 
-def page(rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Sequence[Contradiction]) -> str:
+def page(
+    rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Sequence[Contradiction], traits: Sequence[Trait]
+) -> str:
     """docs/PAPERS.md."""
     sections = [_INTRO, _summary(rows), "![ratios](papers.svg)\n"]
     for paper in papers_of(rows):
@@ -87,39 +91,56 @@ def page(rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Seque
     sections.append("## Where the papers contradict themselves\n\nAnd what is taken here.\n")
     for paper, those in groupby(contradictions, key=lambda each: each.paper):
         sections.append(f"**{paper}**\n\n" + "\n".join(f"- *{c.where}*: {c.says}; but {c.but}." for c in those) + "\n")
+    sections.append("## What the systems do in their own way\n\n" + _traits(traits))
     return "\n".join(sections)
+
+
+def _traits(traits: Sequence[Trait]) -> str:
+    lines = ["| tables of | system | what | value | | why |", "|---|---|---|---|---|---|"]
+    for t in traits:
+        how = "fitted" if t.fitted else "stated"
+        lines.append(f"| {t.paper} | {t.system} | {t.kind} | {t.value:.3g} | {how} | {t.source} |")
+    return "\n".join(lines) + "\n"
 
 
 def _summary(rows: Sequence[Row]) -> str:
     lines = [
-        f"| paper | rows | speed ratio | memory ratio | beyond {FAR_OFF:g} or 1/{FAR_OFF:g} | better than physics |",
-        "|---|---|---|---|---|---|",
+        "| paper | rows | speed, as built | of these, tables that judge | speed, as penstock | memory "
+        "| as penstock beyond 1.5 or 1/1.5 | of these untested | better than physics |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for paper in papers_of(rows):
         mine = [row for row in rows if row.figure.paper == paper]
-        far, broken = sum(row.far_off for row in mine), sum(not row.respects_physics for row in mine)
-        medians = (speed_ratio_median(mine), memory_ratio_median(mine))
-        speed, memory = ("–" if median is None else f"{median:.2f}" for median in medians)
-        lines.append(f"| {paper} | {len(mine)} | {speed} | {memory} | {far} | {broken} |")
+        far, broken = sum(row.far_off for row in once(mine)), sum(not row.respects_physics for row in mine)
+        judging = [row for row in mine if row.judges]
+        medians = (
+            speed_ratio_median(mine, built=True), speed_ratio_median(judging, built=True),
+            speed_ratio_median(mine, built=False), memory_ratio_median(mine),
+        )  # fmt: skip
+        cells = " | ".join("–" if median is None else f"{median:.2f}" for median in medians)
+        lines.append(f"| {paper} | {len(once(mine))} | {cells} | {far} | {untested_causes(mine)} | {broken} |")
     return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Row]) -> str:
     lines = [
-        "| system | model | setting | what | predicted | published | ratio | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| system | model | setting | what | published | as penstock | ratio | as built | ratio | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     remarks: dict[str, list[str]] = {}
     for row in rows:
         f, marks = row.figure, ""
         if not row.respects_physics:
             marks += f"**!** bound {_number(row.bound or 0)} "
+        if not row.is_policy:
+            marks += "**~** "
         if row.note:
             same = remarks.setdefault(row.note, [str(len(remarks) + 1)])
             marks += f"({same[0]})"
         lines.append(
-            f"| {f.system} | {f.model} | {_setting(f)} | {_unit(f)} | {_number(row.predicted)} | {_number(f.value)} "
-            f"| {'**' * row.far_off}{row.ratio:.2f}{'**' * row.far_off} | {marks.strip()} |"
+            f"| {f.system} | {f.model} | {_setting(f)} | {_unit(f)} | {_number(f.value)} | {_number(row.predicted)} "
+            f"| {'**' * row.far_off}{row.ratio:.2f}{'**' * row.far_off} | {_number(row.as_built)} "
+            f"| {row.built_ratio:.2f} | {marks.strip()} |"
         )
     notes = [f"({number[0]}) {note}." for note, number in remarks.items()]
     return "\n".join([*lines, "", *("  \n".join(notes).splitlines())]) + "\n"
@@ -154,7 +175,8 @@ def _number(value: float) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Ratios, a line for each table; as SVG, so that it stays small and sharp. The same rows give the same bytes."""
+    """Ratios as the systems were built, a line for each table; as SVG, so that it stays small and sharp. The same rows
+    give the same bytes."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -172,9 +194,9 @@ def plot(rows: Sequence[Row], file: Path) -> None:
             at = y + 0.6 * ((i + 1) / (len(group) + 1) - 0.5)
             face = color if row.respects_physics else "none"
             axis.scatter(
-                row.ratio, at, s=16, marker="o" if own else "s", facecolors=face, edgecolors=color, linewidths=0.8
+                row.built_ratio, at, s=16, marker="o" if own else "s", facecolors=face, edgecolors=color, linewidths=0.8
             )
-    axis.set(xscale="log", xlabel="predicted / published", ylim=(len(tables) - 0.4, -0.6))
+    axis.set(xscale="log", xlabel="predicted as built / published", ylim=(len(tables) - 0.4, -0.6))
     axis.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
     axis.minorticks_off()
     axis.set_yticks(range(len(tables)), [f"{paper}: {table}" for paper, table in tables], fontsize=7)

@@ -28,11 +28,11 @@ from penstock.planner.shorten import quick
 from penstock.planner.solve import llama_cpp as whole_layers
 from penstock.planner.solve import settle_context
 from penstock.planner.solve.fill import CHUNK_ROWS, Resident, all_of, share_out
-from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import NAME, PAPER, plan_of, solve_slices
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.slicing import best_r_cg
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
-from penstock.planner.solve.slicing import best_r_cg
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import GPU

@@ -54,7 +54,7 @@ class Chat:
             "/last": ("all figures of the last answer", self._figures),
             "/save": ("FILE: writes the conversation down", self._save),
             "/load": ("FILE: goes on with a conversation that was saved", self._load),
-            "/plan": ("where everything lies, and how fast it was predicted to be", self._plan),
+            "/plan": ("where everything lies, and how fast it was predicted to be; /plan why: all of it", self._plan),
         }
         self._promised = engine.prediction
         if not engine.tokenizer.has_chat_template:
@@ -181,10 +181,11 @@ class Chat:
         for part in [*speed_parts(last, self._promised), read, f"{last.output_tokens} tokens of answer"]:
             note(part)
 
-    def _plan(self, _: str) -> None:
+    def _plan(self, text: str) -> None:
         from penstock.planner import explain
 
-        print(fitted(explain.table(self._engine.solved, self._engine.ask, self._engine.machine)), flush=True)
+        engine = self._engine
+        print(fitted(explain.table(engine.solved, engine.ask, engine.machine, why=text == "why")), flush=True)
 
 
 def _messages_of(file: Path) -> Messages:

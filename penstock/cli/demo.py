@@ -57,5 +57,5 @@ def demo(
     with loaded(source, ask, machine, tokenizer=tokenizer) as engine:
         from penstock.planner.explain import table
 
-        print(table(engine.solved), file=sys.stderr, flush=True)
+        print(table(engine.solved, why=False), file=sys.stderr, flush=True)
         answer(engine, ids, params, as_json, lead=prompt)

@@ -30,7 +30,7 @@ failure `{"error": {"type", "message", …}}`; all else goes to stderr.
 
 def page() -> str:
     """The whole page, docs/cli.md."""
-    group: Any = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app())
     sections = [_INTRO]
     for name, command in group.commands.items():
         sections.append(_command(name, command))

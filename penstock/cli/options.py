@@ -180,6 +180,9 @@ TraceName = Annotated[
     str | None,
     Option("--trace", metavar="FILE", help="Also write what each lane did when, for ui.perfetto.dev."),
 ]
+Why = Annotated[
+    bool, Option("--why", help="Also say what the plan and its prediction come from, and each rate that they take.")
+]
 PlanFile = Annotated[
     str | None, Option("--plan", metavar="FILE", help="Run this plan, made by `penstock plan --json`, not a new one.")
 ]

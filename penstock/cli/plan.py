@@ -20,6 +20,7 @@ from penstock.cli.options import (
     SharedWork,
     TraceName,
     Weights,
+    Why,
     as_path,
     file_to_write,
     read_text,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.planner.routing import RouterTrace
     from penstock.planner.solve import Solved
     from penstock.planner.what_if import WhatIf
+    from penstock.serve.lately import Lately
     from penstock.serve.trace_file import TraceFile
     from penstock.spec.ask import Ask
     from penstock.spec.format import Format
@@ -69,6 +71,7 @@ def plan(
     compare: Annotated[
         bool, Option("--compare", help="Also list every plan that was compared: speed, what binds, bytes per tier.")
     ] = False,
+    why: Why = False,
     as_json: Json = False,
 ) -> None:
     """Where everything would go, how fast it would be, and what would make it faster.
@@ -86,7 +89,7 @@ def plan(
     from penstock.spec.format import parse_format
 
     own = parse_format(weights) if weights else None
-    how = _How(machine, work, own, machine_file, answers, compare, as_json)
+    how = _How(machine, work, own, machine_file, answers, compare, why, as_json)
     try:
         with (
             tracing(trace, f"penstock plan {model}, predicted") as record,
@@ -124,6 +127,7 @@ class _How:
     machine_file: str | None
     answers: str | None
     compare: bool
+    why: bool
     as_json: bool
 
 
@@ -137,12 +141,12 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     machine = how.machine
     spec, fmt = describe(path, how.weights, not machine.no_verify, to_plan=True)
     ask = how.work.ask(machine)
-    figures = _figures(how.machine_file, machine, ask)
-    disks = part_disks(path)
+    lately = _lately(how, _figures(how.machine_file, machine, ask), ask, spec, fmt)
+    figures, disks = lately.machine, part_disks(path)
     routers = routers_of(path, spec, ask.sparsity) if how.answers is None else _replayed(how.answers, spec)
     firing = firing_of(path, spec, ask.sparsity)
     kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
-    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing)
+    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing, keep=True)
     others = what_if(solved, ask, figures, routers, firing)
     points: tuple[Point, ...] = ()
     if how.compare and ask.objective == "throughput":
@@ -152,7 +156,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
             return solve(fewer, spec, fmt, figures, disks, trace=routers, firing=firing)
 
         points = frontier.frontier(solved, ask, figures, again)
-    band = explain.Band() if how.machine_file is not None else _band(machine, solved, figures, ask.batch)
+    band = explain.Band() if how.machine_file is not None else _band(machine, solved, lately.measured, ask.batch)
     if draw is not None:
         from penstock.planner import picture
 
@@ -163,10 +167,14 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
         for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
             record.add(timeline, p)
     if how.as_json:
-        report = _report(solved, explain.limits(solved, ask, figures), band, others)
+        report = _report(solved, explain.limits(solved, ask, figures), band, others, lately)
         print_json(report | ({"frontier": frontier.to_json(points)} if points else {}))
         return
-    print(fitted(explain.table(solved, ask, figures, band, others)))
+    print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
+    if how.why:
+        from penstock.serve import lately as rates
+
+        print(fitted("\n".join(f"· {line}" for line in rates.why(lately, solved, settle_context(ask, spec)))))
     if how.compare:
         from penstock.planner.compare import comparison
 
@@ -188,7 +196,8 @@ def _plan_files(several: Several, how: _How) -> None:
 
     def solved(path: Path) -> Solved:
         spec, fmt = describe(path, how.weights, to_plan=True)
-        return solve(ask, spec, fmt, figures, part_disks(path), may_plan=how.machine_file is not None)
+        machine = _lately(how, figures, ask, spec, fmt).machine
+        return solve(ask, spec, fmt, machine, part_disks(path), may_plan=how.machine_file is not None)
 
     with progress() as tell, peek_each(several, where(), tell) as peeked:
         planned = list(plan_each(several, peeked, solved))
@@ -199,7 +208,7 @@ def _plan_files(several: Several, how: _How) -> None:
     note(several.message.partition(";")[0])
 
 
-def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf) -> dict[str, Any]:
+def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf, lately: Lately) -> dict[str, Any]:
     """The JSON object: the plan as `--plan` reads it, and the figures of the table."""
     from penstock.planner.compare import to_json
     from penstock.spec import codec
@@ -226,7 +235,21 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf)
         "not_yet": to_json(solved.not_yet),
         "reasons": solved.reasons,
         "compared": to_json(solved.compared),
+        "rates": lately.report(),
     }
+
+
+def _lately(how: _How, figures: MachineSpec, ask: Ask, spec: ModelSpec, fmt: Format) -> Lately:
+    """The figures as runs of the last days show them, where they are this machine's."""
+    from penstock.serve.lately import Lately, as_runs_show
+
+    if how.machine_file is not None:
+        return Lately(figures, figures)
+    from penstock.planner.firing import sparsity_of
+    from penstock.runtime.probe import machine_file
+
+    file = machine_file(how.machine.cache_folder)
+    return as_runs_show(file, figures, fmt.name, sparsity_of(ask.sparsity, spec))
 
 
 def _band(machine: Machine, solved: Solved, figures: MachineSpec, batch: int) -> Band:

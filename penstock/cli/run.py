@@ -22,11 +22,12 @@ from penstock.cli.options import (
     Sampling,
     TraceName,
     Weights,
+    Why,
     Work,
     given_plan,
     read_text,
 )
-from penstock.cli.output import note, print_json
+from penstock.cli.output import note, print_json, say
 from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
@@ -68,6 +69,7 @@ def run(
         Option("--record", metavar="FILE", help="Also keep what routers said, for `penstock plan --answers`."),
     ] = None,
     cache_limit: CacheLimit = None,
+    why: Why = False,
     as_json: Json = False,
 ) -> None:
     """One answer to PROMPT, or a chat; streams as it comes. Packs a checkpoint on first use.
@@ -124,6 +126,8 @@ def run(
             loaded(source, ask, machine, plan, traced, tokenizer) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
+            if why:
+                say_why(engine)
             if chatting:
                 note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
                 with typed_lines(machine.cache_folder) as lines:
@@ -133,6 +137,17 @@ def run(
                 answer(engine, ids, params, as_json, work.batch, from_model=named)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
+
+
+def say_why(engine: Engine) -> None:
+    """Prints to stderr where everything lies, and what the prediction comes from."""
+    from penstock.planner import explain
+    from penstock.planner.solve import settle_context
+    from penstock.serve.lately import why
+
+    table = explain.table(engine.solved, engine.ask, engine.machine, engine.band())
+    lines = why(engine.lately, engine.solved, settle_context(engine.ask, engine.packed.spec))
+    say("\n".join([table, *(f"· {line}" for line in lines)]))
 
 
 def answer(
@@ -187,8 +202,9 @@ def _print_report(
     from_model: Sequence[str], renewed: Renewed | None = None,
 ) -> None:  # fmt: skip
     """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to,
-    `sampling_from_model` names what came from the latter, and `renewed` is the promise by what disk and RAM gave right
-    before the answer."""
+    `sampling_from_model` names what came from the latter, `renewed` is the promise by what disk and RAM gave right
+    before the answer, and `rates` are those that the plan took otherwise than measured. `loading`: seconds until all
+    weights that stay were there, and of them those in which the system made pages ready."""
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 
@@ -198,6 +214,8 @@ def _print_report(
         {
             **report,
             "renewed": today,
+            "loading": {"seconds": engine.session.ready_s, "pages_s": engine.session.pages_s},
+            "rates": engine.lately.report(),
             "sampling": {name: getattr(params, name) for name in _SAMPLING},
             "sampling_from_model": from_model,
         }

@@ -56,8 +56,8 @@ class Layout:
         # By its number, slots for records that the unit was asked for often.
         self.recent = {
             u: self._take(f"{HOST}.recent", unit.recent_slots * Records.of(self.parts[unit.part]).stride, PAGE_BYTES)
-            for u, unit in enumerate(plan.units)
-            if unit.asked and unit.recent_slots
+            for u, unit in ((u, plan.units[u]) for u in self.asked)
+            if unit.recent_slots
         }
         self.kv = KvLayout(plan, self._take)
         self._act = self._place_acts()
@@ -91,8 +91,8 @@ class Layout:
         return gathers(self.plan)
 
     def _executors(self) -> tuple[Executor, ...]:
-        units = self.plan.units
-        computing = sorted({unit.decode for unit in units} | {unit.prefill for unit in units})
+        both = {(unit.decode, unit.prefill) for unit in self.plan.units}
+        computing = sorted({executor for each in both for executor in each})
         attend = (home.attend for home in self.plan.kv)
         predict = (predictor.home for predictor in self.plan.predictors)
         return tuple(dict.fromkeys([self.plan.main, *computing, *attend, *predict]))
@@ -183,13 +183,12 @@ class Layout:
 
     def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot]]:
         kept, asked, ends = dict[int, Slot](), dict[int, Slot](), dict[str, int]()
-        for u, unit in enumerate(self.plan.units):
-            if unit.asked:
-                records, granules = Records.of(self.parts[unit.part]), unit.hi - unit.lo
-                kept[u] = self._take(f"{HOST}.weights", granules * records.kept_bytes, PAGE_BYTES)
-                lo = ends.get(unit.part, 0)
-                ends[unit.part] = lo + granules * records.page_bytes
-                asked[u] = Slot(f"{HOST}.asked", lo, ends[unit.part])
+        for u, unit in [(u, unit) for u, unit in enumerate(self.plan.units) if unit.asked]:
+            records, granules = Records.of(self.parts[unit.part]), unit.hi - unit.lo
+            kept[u] = self._take(f"{HOST}.weights", granules * records.kept_bytes, PAGE_BYTES)
+            lo = ends.get(unit.part, 0)
+            ends[unit.part] = lo + granules * records.page_bytes
+            asked[u] = Slot(f"{HOST}.asked", lo, ends[unit.part])
         if ends:
             self._take(f"{HOST}.asked", max(ends.values()), PAGE_BYTES)
         return kept, asked

@@ -15,13 +15,15 @@ class _BatchFields(NamedTuple):
     logits: tuple[int, ...]
     parent: tuple[int, ...] = ()
     pages: tuple[tuple[int, ...], ...] = ()
+    hidden: bool = False
 
 
 class Batch(_BatchFields):
     """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position `start[i]`.
     `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () where each row follows the row before.
     `pages[i]`: the KV pages of sequence `seqs[i]` in the order of its positions, as many as start + rows need; () where
-    each sequence has the consecutive pages of its number.
+    each sequence has the consecutive pages of its number. `hidden`: of all rows the hidden state behind the final norm
+    is wanted, as the head would have it.
 
     Its sums are cached, because all layers ask for them: planning 10,000 sequences took minutes when each layer
     counted."""
@@ -36,8 +38,18 @@ class Batch(_BatchFields):
         are given it does not matter which sequences they are of, nor which of these have how many rows, and which rows
         want logits: their numbers are enough."""
         if self.pages and not self.parent:
-            return (self.id, len(self.seqs), self.total_rows, len(self.logits))
-        return (self.id, len(self.seqs) if self.pages else self.seqs, self.rows, self.logits, self.parent)
+            return (self.id, len(self.seqs), self.total_rows, len(self.logits), self.hidden)
+        seqs = len(self.seqs) if self.pages else self.seqs
+        return (self.id, seqs, self.rows, self.logits, self.parent, self.hidden)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All that decides which ops the batch's tasks have and where these find what, for who takes the numbers of
+        rows, of rows with logits and of sequences as data too."""
+        if self.parent:
+            return self.shape
+        seqs = () if self.pages else self.seqs
+        return (bool(self.pages), bool(self.logits), *self._replace(seqs=seqs, start=(), rows=(), logits=(), pages=()))
 
     @cached_property
     def first_seq(self) -> int:

@@ -35,7 +35,7 @@ class _Tracked(dict[str, bool]):
         return tracked
 
 
-class _Open:
+class _OpenTask:
     """A task still taking calls."""
 
     __slots__ = ("after", "calls", "id", "lanes", "reads", "writes")
@@ -58,7 +58,7 @@ class Emitter:
         self._tracked = _Tracked()
         # Lane → other lane → the latest task there that it has waited for.
         self._waited_for: dict[Lane, dict[Lane, int]] = {}
-        self._open: dict[Lane, _Open] = {}
+        self._open: dict[Lane, _OpenTask] = {}
         self._next_id = 0
         self._closed: list[Task] = []
         # For lane A: the last adopted task of lane B that A's next task must wait for.
@@ -87,7 +87,7 @@ class Emitter:
         like = self._like(task) if self._likens and lane == CPU else -1
         self._closed.append(Task(task.id, task.lanes, *calls_and_sums, task.after, like))
 
-    def _like(self, task: _Open) -> int:
+    def _like(self, task: _OpenTask) -> int:
         """The id of an earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
         if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
             return -1
@@ -172,6 +172,7 @@ class Emitter:
         waits: dict[Lane, int] = {}
         operands: Any = call.operands
         exact = True  # whether all of them are segments
+        in_order = [lane for lane in lanes if not is_disk(lane)]  # their earlier tasks have ended
         tracked, exactly = self._tracked, self._hazards.exactly
         for field, many, reads, writes in _TOUCHES[operands.__class__]:
             value = operands[field]
@@ -185,7 +186,7 @@ class Emitter:
                     exact = exact and segment is not None
                 before = self._hazards.conflicts(arena, lo, hi, writes) if segment is None else segment.before(writes)
                 for other, task in before:
-                    if (other not in lanes or is_disk(other)) and task > waits.get(other, -1):
+                    if other not in in_order and task > waits.get(other, -1):
                         waits[other] = task
         lane = lanes[0]
         if lane not in self._open:
@@ -196,7 +197,7 @@ class Emitter:
         if waits:
             self.close(lane)
         if lane not in self._open:
-            self._open[lane] = _Open(self._next_id, lanes, tuple(sorted(waits.values())))
+            self._open[lane] = _OpenTask(self._next_id, lanes, tuple(sorted(waits.values())))
             self._next_id += 1
         current = self._open[lane]
         current.calls.append(call)

@@ -37,13 +37,12 @@ from penstock.graph.calls import Calls
 from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
+from penstock.graph.ffn import FfnCalls
 from penstock.graph.repeats import Repeats
-from penstock.graph.scratch_gpu import FEW_ROWS
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
 from penstock.graph.tasks import Call, Pass, Slot, Task
-from penstock.spec.parts import SUM_GRANULES
-from penstock.spec.places import DISK, HOST, Executor, is_device, kernels_of
+from penstock.spec.places import DISK, HOST, Executor, kernels_of
 from penstock.spec.plan import Plan
 
 
@@ -55,7 +54,6 @@ class Lowering:
         self.layout = Layout(plan)
         self.parts = self.layout.parts
         self._head = head_units(plan)
-        self._predictors = {predictor.layer: predictor for predictor in plan.predictors}
         self._emit = Emitter(likens=plan.asks)
         caches = {(c.layer, c.executor): ExpertCache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, caches)
@@ -63,6 +61,7 @@ class Lowering:
         self._attention = Attention(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
         self._asked = AskedUnits(self._calls)
+        self._ffns = FfnCalls(self._calls, self._asked)
         self._demand = Demand(self._experts, self._calls, caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
         self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
@@ -76,17 +75,20 @@ class Lowering:
 
     # -- the pass -------------------------------------------------------------------------------------
 
-    def step(self, p: Pass, answer: Answer | None = None) -> Iterator[Task]:
+    def step(self, p: Pass, answer: Answer | None = None, by_batches: bool = False) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
+
+        `by_batches`: of tasks that come again nothing is looked at but `like` and the batches, and numbers of rows are
+        data for who runs them. They may then be those of a pass with other numbers of rows (`Task.batches`).
 
         `answer(call)`: the experts that a router chose for each row, in rising order, or which neurons of a layer's FFN
         fire in each row, by their places. It is called only where a plan has caches, or units that are asked for: after
         the task of that call was handed out, and before any task that depends on the answer."""
-        repeated = self._repeats.find(p)
+        repeated = self._repeats.find(p, by_batches)
         if repeated is not None:
             yield from repeated
         else:
-            yield from self._repeats.keep(p, self._lower(p, answer or _nobody))
+            yield from self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
@@ -119,6 +121,9 @@ class Lowering:
             self._begin_block(p, 2 * layers)
             yield from self._logits(p)
             self._sync()
+        for batch in p.batches:
+            if batch.hidden:
+                self._hidden(batch)
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
@@ -222,8 +227,8 @@ class Lowering:
                     self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
                 self._experts.route(layer, batch, executors)
-            elif kind == "ffn" and self._predicts(p.purpose):
-                self._predict(layer, batch, executors)
+            elif kind == "ffn" and self._ffns.predicts(p.purpose):
+                self._ffns.predict(layer, batch, executors)
         if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
             self._emit.close(kernels_of(main))
 
@@ -254,7 +259,7 @@ class Lowering:
                 if kind == "attn":
                     self._attention.unit(layer, u, executor, weights, batch, first)
                 else:
-                    self._ffn(layer, u, executor, weights, batch, first, p.purpose)
+                    self._ffns.unit(layer, u, executor, weights, batch, first, p.purpose)
                 if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:
                     self._experts.shared_done(layer, executor, batch)
             self._streams.release(u, p.stream)
@@ -267,92 +272,6 @@ class Lowering:
         main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
         for batch in p.batches if executor != main else ():
             self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
-
-    def _predicts(self, purpose: str) -> bool:
-        """Whether the rows of a pass have their neurons predicted. Where predictors run, all rows have, so that a row's
-        result does not depend on the pass that it comes in. The plans of `solve/powerinfer` read prompts densely."""
-        return self.plan.sparsity == "predict" or purpose == "decode"
-
-    def _predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
-        """Predicts which neurons of the layer's FFN the batch needs (PowerInfer §4.2), and copies the answer to every
-        executor that computes some of them."""
-        calls = self._calls
-        predictor = self._predictors.get(layer)
-        if predictor is None:
-            return
-        home, layout = predictor.home, self.layout
-        if home not in (self.plan.main, *executors):
-            calls.copy(batch, "h", calls.rows(home, batch, "h").nbytes, self.plan.main, home)
-        part = layout.predictor_part(predictor)
-        active = calls.active(layer, home, batch)
-        h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
-        cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
-        predict = ops.Predict(layout.predictors[layer], h, active, scratch, layer=layer)
-        self._asked.predicted[batch.id] = calls.add(home, predict, -1, batch, part.kinds(), cost)
-        for executor in executors:
-            if executor != home:
-                calls.copy(batch, "active", active.nbytes, home, executor)
-
-    def _ffn(
-        self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool, purpose: str
-    ) -> None:
-        calls = self._calls
-        unit = self.plan.units[u]
-        part = self.parts[unit.part]
-        h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
-        cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
-        active: tuple[Slot, ...] = ()
-        skips = self.plan.sparsity != "off" and part.kind == "ffn"
-        values: tuple[Slot, ...] = ()
-        is_asked = weights is self.layout.asked.get(u)
-        if is_asked and not self.plan.activates_all(part):
-            cost = ops.active_cost(cost, unit.active)
-        elif is_asked:
-            values = (self._asked.values(u, batch),)
-            activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
-            cost = ops.active_cost((cost[0] - activated[0], cost[1] - activated[1]), unit.active)
-        elif purpose == "decode" and unit.active < 1 and not self._computes_all(executor, batch):
-            if self.plan.activates_all(part):
-                activated = calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)
-                cost = ops.fired_cost(cost, activated, unit.active)
-            else:
-                cost = ops.active_cost(cost, unit.active)
-        row_flops = self._row_flops(u, purpose, batch, cost[1]) if part.by_neurons and executor == HOST else 0
-        if layer in self._predictors and self._predicts(purpose):
-            active = (calls.active(layer, executor, batch),)
-        ffn = ops.Ffn(
-            weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
-            starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
-            leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
-            values=values, row_flops=row_flops,
-            level=self.plan.levels[layer] if self.plan.levels and part.kind == "ffn" else 0.0,
-        )  # fmt: skip
-        calls.add(executor, ffn, u, batch, part.kinds(ops.FFN_BLOCKS), cost)
-
-    def _row_flops(self, u: int, purpose: str, batch: Batch, flops: int) -> int:
-        """Of the flops of a unit that lies neuron by neuron, those of rows one by one. A prompt's rows have none here:
-        each of them leaves out neurons of its own, which saves what rows one by one cost (docs/LOG.md)."""
-        part = self.parts[self.plan.units[u].part]
-        if purpose != "decode":
-            return 0
-        if part.by_records or u in self.layout.asked:
-            return flops
-        return max(0, flops - self._calls.matrix_cost(u, (part.blocks[0].name,), batch.total_rows)[1])
-
-    def _computes_all(self, executor: Executor, batch: Batch) -> bool:
-        """Whether a device computes all neurons of so many rows (`kernels/gpu/neurons`)."""
-        return self.plan.sparsity != "off" and is_device(executor) and batch.total_rows > FEW_ROWS
-
-    def _cuts_a_four(self, u: int, other: int, purpose: str) -> bool:
-        """Whether a four of an FFN's granules lies partly in unit `u` and partly in its neighbour `other`, and the same
-        executor computes both."""
-        units = self.plan.units
-        if other not in range(len(units)):
-            return False
-        unit, neighbour = units[u], units[other]
-        if neighbour.part != unit.part or neighbour.executor(purpose) != unit.executor(purpose):
-            return False
-        return max(unit.lo, neighbour.lo) % SUM_GRANULES != 0
 
     def _merge(self, batch: Batch, layer: int, kind: str, executors: list[Executor]) -> None:
         calls = self._calls
@@ -394,6 +313,17 @@ class Lowering:
             if n and main != HOST:
                 calls.copy(batch, "logits", 4 * n * spec.vocab, main, HOST)
                 calls.copy(batch, "best", 8 * n, main, HOST)
+
+    def _hidden(self, batch: Batch) -> None:
+        """The hidden states of all rows, float32 [T, d_embed], to where the embedding rows were that the pass began
+        with: nobody reads these any more, and the host has room for them whoever computes."""
+        calls, main, spec = self._calls, self.plan.main, self.plan.target.spec
+        nbytes = 4 * batch.total_rows * spec.d_embed
+        x, rows = calls.rows(main, batch, "x"), self.layout.act(main, batch.id, "rows", nbytes)
+        norm = ops.Norm(calls.whole("edges"), x, rows, calls.scratch(main), which="final", layer=None, every=True)
+        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, batch.total_rows, 2))
+        if main != HOST:
+            calls.copy(batch, "rows", nbytes, main, HOST)
 
     def _norm(
         self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]

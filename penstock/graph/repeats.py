@@ -5,6 +5,9 @@ batch has; where sequences have consecutive pages also which they are, and whose
 in pages, and in the cost of attention there. The first is lowered, and the others are views of its tasks. That takes
 microseconds instead of 1.7 ms for 16 layers, of a step of some 18 ms. A pass begins when the pass before has ended, so
 edges from one pass to the next say nothing new.
+
+Who runs prepared tasks by their batches alone, and never looks at calls, gets tasks of the same form (purpose, batches,
+whether these want logits): of a server's passes there are four, whatever their numbers of rows and sequences.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.spec.plan import Plan
 
-# Shapes that are remembered, those seen last. Of one sequence four come. Of a server's: a shape for each number of
-# answers, the same beside full rows of prompts, and one for the odd rest of a prompt.
+# Shapes that are remembered, and forms: those seen last. Of one sequence four shapes come. Of a server's: a shape for
+# each number of answers, the same beside full rows of prompts, and one for the odd rest of a prompt.
 _KEPT = 16
 
 Shape = tuple[object, ...]
@@ -103,10 +106,26 @@ class Repeats:
             and all(home.home == home.attend for home in plan.kv)
         )
         self._known: dict[Shape, tuple[KnownTask, ...]] = {}
+        self._of_form: dict[Shape, tuple[Task, ...]] = {}
 
-    def find(self, p: Pass) -> list[Task] | None:
-        """The tasks of a pass whose shape is known, else None."""
-        known_tasks = self._known.pop(shape_of(p), None) if self.nothing_streams else None
+    def find(self, p: Pass, by_batches: bool) -> list[Task] | None:
+        """The tasks of a pass whose shape is known, or with `by_batches` its form; else None."""
+        if not self.nothing_streams:
+            return None
+        return self._find_form(p) if by_batches else self._find_shape(p)
+
+    def _find_form(self, p: Pass) -> list[Task] | None:
+        known = self._of_form.pop(form_of(p), None)
+        if known is None:
+            return None
+        self._of_form[form_of(p)] = known  # the latest now
+        return [
+            task._replace(id=number, after=after, like=task.id, batches=p.batches)
+            for task, (number, after) in zip(known, self._adopt(known), strict=True)
+        ]
+
+    def _find_shape(self, p: Pass) -> list[Task] | None:
+        known_tasks = self._known.pop(shape_of(p), None)
         if known_tasks is None:
             return None
         self._known[shape_of(p)] = known_tasks  # the latest now
@@ -117,18 +136,29 @@ class Repeats:
             tasks.append(Task(number, task.lanes, calls, task.reads, task.writes, nbytes, flops, after, task.id))
         return tasks
 
-    def keep(self, p: Pass, tasks: Iterator[Task]) -> Iterator[Task]:
-        """Hands the tasks on. Where nothing streams it also remembers them."""
+    def keep(self, p: Pass, tasks: Iterator[Task], by_batches: bool) -> Iterator[Task]:
+        """Hands the tasks on. Where nothing streams it also remembers them, for `find`."""
         seen: list[Task] = []
         for task in tasks:
             seen += [task] if self.nothing_streams else []
             yield task
-        if seen:
+        if not seen:
+            return
+        if by_batches:
+            self._of_form[form_of(p)] = tuple(seen)
+        else:
             self._known[shape_of(p)] = tuple(KnownTask(self._plan, self._layout, task) for task in seen)
-            if len(self._known) > _KEPT:
-                del self._known[next(iter(self._known))]
+        for kept in (self._known, self._of_form):
+            if len(kept) > _KEPT:
+                del kept[next(iter(kept))]
 
 
 def shape_of(p: Pass) -> Shape:
     """All that decides a pass's tasks, but for positions and what follows from them."""
     return (p.purpose, tuple(batch.shape for batch in p.batches))
+
+
+def form_of(p: Pass) -> Shape:
+    """All that decides a pass's tasks, but for positions, numbers of rows, of sequences and of rows with logits, and
+    what follows from them."""
+    return (p.purpose, tuple(batch.form for batch in p.batches))

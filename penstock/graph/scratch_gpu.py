@@ -204,7 +204,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     spec, parts = plan.target.spec, plan.parts
     rows = max(plan.chunk_rows, plan.batch_seqs)
     edges = parts["edges"]
-    need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, plan.logits_rows), merge_bytes(spec, rows))
+    need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, rows), merge_bytes(spec, rows))
     # A large model has thousands of units, of few sizes and kinds of layer.
     like = {key: (part.kind, id(spec.layers[part.layer]), part.granule_bytes) for key, part in parts.items()}
     cached = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor == tier}

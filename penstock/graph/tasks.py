@@ -79,7 +79,10 @@ class Task(NamedTuple):
     """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls.
 
     `like`: id of an earlier task that differs only in its batches' positions and in what follows from them. -1: none is
-    known. Whoever has prepared the earlier task need not prepare this one."""
+    known. Whoever has prepared the earlier task need not prepare this one.
+
+    `batches`: () where the calls have the task's batches. Else they and the slots are those of the earlier task, which
+    may have other numbers of rows, and these are the batches now (`Lowering.step`)."""
 
     id: int
     lanes: tuple[Lane, ...]
@@ -90,6 +93,7 @@ class Task(NamedTuple):
     flops: int
     after: tuple[int, ...]
     like: int = -1
+    batches: tuple[Batch, ...] = ()
 
 
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.hubs.names import HubName, is_plain, quantisation_of
+from penstock.store import pooling
 from penstock.store.files import MAX_COPIED_BYTES, parse_json
 from penstock.store.gguf.files import files_of, name_of
 from penstock.store.header import quoted
@@ -172,7 +173,7 @@ def choose(
 
 
 def _folder(listing: Listing, weights: list[str], read_index: Callable[[RemoteFile], bytes]) -> tuple[RemoteFile, ...]:
-    small = [listing.files[file] for file in (CONFIG, *COPIED) if file in listing.files]
+    small = [listing.files[file] for file in (CONFIG, *COPIED, pooling.SOURCE) if file in listing.files]
     for file in small:
         if file.nbytes > MAX_COPIED_BYTES:
             raise BrokenModel(

@@ -5,26 +5,16 @@ from __future__ import annotations
 from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import (
     END_NAMES,
-    FULL,
-    LAYER_NAMES,
-    SLIDING,
+    NORMED_OUT_NAMES,
     Defaults,
     Details,
     decoder,
-    layer_count,
     layer_types_of,
 )
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=8192, kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
-
-# `post_attention_layernorm` norms the attention's output here, where llama norms the FFN's input with it.
-_LAYER_NAMES = LAYER_NAMES | {
-    "attn_out": "model.layers.{}.post_attention_layernorm.weight",
-    "ffn_in": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "ffn_out": "model.layers.{}.post_feedforward_layernorm.weight",
-}
 
 
 def spec(config: Config) -> ModelSpec:
@@ -44,16 +34,15 @@ def spec(config: Config) -> ModelSpec:
         scale_embedding=True,
         activation_key="hidden_activation",
     )
-    default = [FULL if i % 2 else SLIDING for i in range(layer_count(config))]
     return decoder(
         config,
         "gemma2",
         DEFAULTS,
         details,
         window=config.optional_whole("sliding_window", 4096),
-        layer_types=layer_types_of(config, default),
+        layer_types=layer_types_of(config, lambda i: i % 2 == 0),
     )
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    return sources_of(spec, _LAYER_NAMES, END_NAMES)
+    return sources_of(spec, NORMED_OUT_NAMES, END_NAMES)

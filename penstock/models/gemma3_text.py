@@ -9,12 +9,11 @@ from penstock.models.hf.config import MAX_LAYERS, Config
 from penstock.models.hf.decoder import (
     END_NAMES,
     FULL,
-    LAYER_NAMES,
+    NORMED_OUT_NAMES,
     SLIDING,
     Defaults,
     Details,
     decoder,
-    layer_count,
     layer_types_of,
 )
 from penstock.models.hf.names import TensorSource, sources_of
@@ -23,12 +22,6 @@ from penstock.spec.model import ModelSpec
 DEFAULTS = Defaults(max_positions=131_072, kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
 _THETA, _LOCAL_THETA = 1e6, 1e4  # of layers that see everything, and of layers with a window
 
-# As gemma2's.
-_LAYER_NAMES = LAYER_NAMES | {
-    "attn_out": "model.layers.{}.post_attention_layernorm.weight",
-    "ffn_in": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "ffn_out": "model.layers.{}.post_feedforward_layernorm.weight",
-}
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -51,20 +44,19 @@ def spec(config: Config, model_type: str = "gemma3_text") -> ModelSpec:
         activation_key="hidden_activation",
     )
     every = config.whole("sliding_window_pattern", 6, hi=MAX_LAYERS)
-    default = [SLIDING if (i + 1) % every else FULL for i in range(layer_count(config))]
     return decoder(
         Config({**config.data, "rope_scaling": None, "rope_parameters": _ropes(config)}, config.where, config.prefix),
         model_type,
         DEFAULTS,
         details,
         window=config.optional_whole("sliding_window", 4096),
-        layer_types=layer_types_of(config, default),
+        layer_types=layer_types_of(config, lambda i: (i + 1) % every > 0),
     )
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
     # Norms of heads are kept with their 1 added: `spec.model.Norm.offset` is that of the other norms alone.
-    found = sources_of(spec, _LAYER_NAMES, END_NAMES)
+    found = sources_of(spec, NORMED_OUT_NAMES, END_NAMES)
     return {key: s._replace(added=-spec.norm.offset) if key[1] in _HEAD_NORMS else s for key, s in found.items()}
 
 

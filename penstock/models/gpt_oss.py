@@ -13,9 +13,7 @@ from typing import Any
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.decoder import (
     END_NAMES,
-    FULL,
     LAYER_NAMES,
-    SLIDING,
     Defaults,
     Details,
     decoder,
@@ -72,7 +70,7 @@ def spec(config: Config) -> ModelSpec:
     return decoder(
         Config({**config.data, **yarn}, config.where, config.prefix), "gpt_oss", DEFAULTS, details,
         window=config.optional_whole("sliding_window", 128),
-        layer_types=layer_types_of(config, [FULL if i % 2 else SLIDING for i in range(layers)]),
+        layer_types=layer_types_of(config, lambda i: i % 2 == 0),
         routed=[routed] * layers,
     )  # fmt: skip
 

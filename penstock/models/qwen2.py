@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from penstock.models.hf.config import MAX_LAYERS, Config
 from penstock.models.hf.decoder import (
-    FULL,
-    SLIDING,
     Defaults,
     Details,
     decoder,
     decoder_sources,
-    layer_count,
     layer_types_of,
 )
 from penstock.spec.model import ModelSpec
@@ -32,5 +29,4 @@ def windows(config: Config) -> tuple[int | None, list[str]]:
     window = config.optional_whole("sliding_window", 4096) if used else None
     # Layers below `max_window_layers` see everything, which is the opposite of what that name says.
     first = config.whole("max_window_layers", 28, lo=0, hi=MAX_LAYERS)
-    default = [SLIDING if window is not None and i >= first else FULL for i in range(layer_count(config))]
-    return window, layer_types_of(config, default)
+    return window, layer_types_of(config, lambda i: window is not None and i >= first)

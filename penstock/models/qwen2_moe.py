@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.models.hf.config import MAX_LAYERS, Config
-from penstock.models.hf.decoder import FULL, SLIDING, Defaults, Details, decoder, layer_count, layer_types_of
+from penstock.models.hf.decoder import Defaults, Details, decoder, layer_types_of
 from penstock.models.hf.experts import apart, gated, softmax_routed, sparse_layers, stacked
 from penstock.spec.model import ModelSpec
 
@@ -24,7 +24,6 @@ def spec(config: Config) -> ModelSpec:
     window = config.optional_whole("sliding_window", 4096) if used else None
     # Below `max_window_layers` every other layer has the window, beginning with layer 0.
     most = config.whole("max_window_layers", 28, lo=0, hi=MAX_LAYERS)
-    by_rule = [SLIDING if window is not None and i % 2 == 0 and i < most else FULL for i in range(layer_count(config))]
     details = Details(qkv_bias=config.flag("qkv_bias", True))
     layers = [routed if sparse else None for sparse in sparse_layers(config)]
     return decoder(
@@ -33,6 +32,6 @@ def spec(config: Config) -> ModelSpec:
         DEFAULTS,
         details,
         window=window,
-        layer_types=layer_types_of(config, by_rule),
+        layer_types=layer_types_of(config, lambda i: window is not None and i % 2 == 0 and i < most),
         routed=layers,
     )

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from penstock.models.hf.config import MAX_LAYERS, Config, short
 from penstock.models.hf.decoder import (
-    FULL,
-    SLIDING,
     Defaults,
     Details,
     decoder,
@@ -27,12 +25,12 @@ def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
     bias, turned = config.flag("attention_bias", False), _turned(config)
     window = config.optional_whole("sliding_window", None) if config.flag("use_sliding_window", False) else None
-    default = [FULL if window is None or rope else SLIDING for rope in turned]
     details = Details(
         qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False), rope=RopeRules(theta=2e6)
     )  # fmt: skip
     found = decoder(
-        config, "smollm3", DEFAULTS, details, window=window, layer_types=layer_types_of(config, default)
+        config, "smollm3", DEFAULTS, details, window=window,
+        layer_types=layer_types_of(config, lambda i: window is not None and not turned[i]),
     )  # fmt: skip
     unturned: dict[Layer, Layer] = {}  # layers that are alike are one object
     for layer in found.layers:

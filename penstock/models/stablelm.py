@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.models.hf.config import Config
-from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, Defaults, Details, decoder
+from penstock.models.hf.decoder import LAYER_NORM_END_NAMES, LAYER_NORM_NAMES, Defaults, Details, decoder
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec
@@ -11,11 +11,6 @@ from penstock.spec.model import ModelSpec
 DEFAULTS = Defaults(max_positions=4096, kv_heads=32, eps=1e-5)
 
 _ROPE = RopeRules(partial=True, share=0.25)
-_LAYER_NAMES = LAYER_NAMES | {
-    "attn_in_bias": "model.layers.{}.input_layernorm.bias",
-    "ffn_in_bias": "model.layers.{}.post_attention_layernorm.bias",
-}
-_END_NAMES = END_NAMES | {"edges.final_bias": "model.norm.bias"}
 
 
 def spec(config: Config) -> ModelSpec:
@@ -31,4 +26,4 @@ def spec(config: Config) -> ModelSpec:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    return sources_of(spec, _LAYER_NAMES, _END_NAMES)
+    return sources_of(spec, LAYER_NORM_NAMES, LAYER_NORM_END_NAMES)

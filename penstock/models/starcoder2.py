@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from penstock.models.hf.config import Config
-from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, Defaults, Details, decoder
+from penstock.models.hf.decoder import LAYER_NORM_END_NAMES, LAYER_NORM_NAMES, Defaults, Details, decoder
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=4096, kv_heads=2, eps=1e-5, tied=True, activation="gelu_pytorch_tanh")
 
-_LAYER_NAMES = LAYER_NAMES | {
+_LAYER_NAMES = LAYER_NORM_NAMES | {
     "up": "model.layers.{}.mlp.c_fc.weight",
     "up_bias": "model.layers.{}.mlp.c_fc.bias",
     "down": "model.layers.{}.mlp.c_proj.weight",
     "down_bias": "model.layers.{}.mlp.c_proj.bias",
-    "attn_in_bias": "model.layers.{}.input_layernorm.bias",
-    "ffn_in_bias": "model.layers.{}.post_attention_layernorm.bias",
 }
-_END_NAMES = END_NAMES | {"edges.final_bias": "model.norm.bias"}
 
 
 def spec(config: Config) -> ModelSpec:
@@ -31,4 +28,4 @@ def spec(config: Config) -> ModelSpec:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    return sources_of(spec, _LAYER_NAMES, _END_NAMES)
+    return sources_of(spec, _LAYER_NAMES, LAYER_NORM_END_NAMES)

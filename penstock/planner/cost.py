@@ -32,7 +32,7 @@ _NO_TIME_S = 1e-300
 Overheads = tuple[float, float]  # seconds of a task beside its calls, seconds of preparing a call
 
 
-class _Line(NamedTuple):
+class _RateLine(NamedTuple):
     """What a call costs: its begin, a byte, a flop. `of`: the machine's rates that this follows from, one for each
     format of the call's matrices."""
 
@@ -51,8 +51,8 @@ class Cost:
     def __init__(self, machine: MachineSpec) -> None:
         self.machine = machine
         self.between_passes_s = machine.overhead_s(CPU, "pass")
-        self._row_lines: dict[tuple[Lane, str, Kinds, int, float], _Line] = {}
-        self._lines: dict[tuple[Lane, str, Kinds, int], _Line] = {}
+        self._row_lines: dict[tuple[Lane, str, Kinds, int, float], _RateLine] = {}
+        self._lines: dict[tuple[Lane, str, Kinds, int], _RateLine] = {}
         self._overheads: dict[str, Overheads] = {}
         self._factors: dict[tuple[str, frozenset[str]], float] = {}
 
@@ -143,7 +143,7 @@ class Cost:
                 else:
                     yield rate.figure("s_per_flop"), call.flops * share.flops * rate.s_per_flop
 
-    def _terms(self, lane: Lane, call: Call) -> tuple[_Line, float, float, float]:
+    def _terms(self, lane: Lane, call: Call) -> tuple[_RateLine, float, float, float]:
         """(a call's line, its seconds to begin, its seconds by bytes, its seconds by flops)."""
         rate = self._rate(lane, call)
         begins = _begins(lane, call.operands, rate)
@@ -156,14 +156,14 @@ class Cost:
             self._overheads[lane] = seconds
         return seconds
 
-    def _rate(self, lane: Lane, call: Call) -> _Line:
+    def _rate(self, lane: Lane, call: Call) -> _RateLine:
         if isinstance(call.operands, Copy):  # on the device's lane, at the link's speed
             lane = link_lane(call.operands)
         if isinstance(call.operands, Ffn) and call.operands.row_flops:
             return self._row_line(lane, call, call.operands.row_flops / call.flops)
         return self._line((lane, call.op, call.format, _rows(call)))
 
-    def _row_line(self, lane: Lane, call: Call, share: float) -> _Line:
+    def _row_line(self, lane: Lane, call: Call, share: float) -> _RateLine:
         """The line of an FFN of which a `share` of the flops goes by neurons' rows. Its bytes come as those of one row
         do, since there is no time by bytes that tiles of more rows are as long in."""
         key = (lane, call.op, call.format, _rows(call), share)
@@ -175,17 +175,17 @@ class Cost:
                 (replace(b, s_per_byte=o.s_per_byte, s_per_flop=m.s_per_flop * longer), share_of)
                 for (b, share_of), (o, _), (m, _) in zip(base.of, one.of, many.of, strict=True)
             ]
-            line = _Line(base.alpha_s, one.s_per_byte, many.s_per_flop * longer, tuple(of))
+            line = _RateLine(base.alpha_s, one.s_per_byte, many.s_per_flop * longer, tuple(of))
             self._row_lines[key] = line
         return line
 
-    def _line(self, key: tuple[Lane, str, Kinds, int]) -> _Line:
+    def _line(self, key: tuple[Lane, str, Kinds, int]) -> _RateLine:
         line = self._lines.get(key)
         if line is None:
             lane, op, kinds, rows = key
             shares = (Share(kinds, 1.0, 1.0),) if isinstance(kinds, str) else kinds
             of = [(self.machine.rate(lane, op, share.kind, rows), share) for share in shares]
-            line = self._lines[key] = _Line(
+            line = self._lines[key] = _RateLine(
                 sum(rate.alpha_s * share.bytes for rate, share in of),
                 sum(rate.s_per_byte * share.bytes for rate, share in of),
                 sum(rate.s_per_flop * share.flops for rate, share in of),
@@ -194,13 +194,13 @@ class Cost:
         return line
 
 
-def _in_flight(line: _Line) -> int:
+def _in_flight(line: _RateLine) -> int:
     """How many ranges of a disk were in flight together when the line was measured. Where nobody has timed reads of
     records, they go by those of KV."""
     return PICKS_IN_FLIGHT if line.of[0][0].op == "pick" else KV_IN_FLIGHT
 
 
-def _begins(lane: Lane, operands: Operands, line: _Line) -> float:
+def _begins(lane: Lane, operands: Operands, line: _RateLine) -> float:
     """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
     records, has an alpha_s of its own. On a disk those that are in flight together share one. Runs of records are not
     read in rounds: as one ends, the next begins."""

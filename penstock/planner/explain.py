@@ -1,5 +1,5 @@
 """Explains a plan in a table: where its bytes lie, how fast it will be, what would make it faster, and why it was
-chosen."""
+chosen. In short it is a prediction, what binds, and a line of advice."""
 
 from __future__ import annotations
 
@@ -102,19 +102,20 @@ def packed_bytes(plan: Plan) -> int:
 
 def table(
     solved: Solved, ask: Ask | None = None, machine: MachineSpec | None = None, band: Band | None = None,
-    what_if: WhatIf | None = None,
+    what_if: WhatIf | None = None, *, why: bool = True,
 ) -> str:  # fmt: skip
     """The table, without a newline at its end. Limits, the error band and what would make the plan faster are left out
-    if their arguments are not given."""
+    if their arguments are not given. Without `why` it has no more than where weights lie, the sums of memory, the
+    prediction, what binds, and one line of advice."""
     tier_limits = limits(solved, ask, machine) if ask is not None and machine is not None else ()
-    blocks = [
-        _weights(solved.plan),
-        _memory(solved.plan, tier_limits),
-        _speed(solved.prediction, band),
-        [] if what_if is None else others(solved, what_if, ask),
-        _not_yet(solved),
-        [f"· {reason}" for reason in solved.reasons],
-    ]
+    p, cannot_run = solved.prediction, _cannot_run(solved)
+    blocks = [_weights(solved.plan), _memory(solved.plan, tier_limits, arenas=why)]
+    if why:
+        changes = [] if what_if is None else others(solved, what_if, ask)
+        blocks += [_speed(p, band), changes, [*cannot_run, *_not_yet(solved)], [f"· {r}" for r in solved.reasons]]
+    else:
+        advised = [] if what_if is None else [advice(solved, what_if)]
+        blocks.append([*_promise(p, band), *advised, *cannot_run])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -136,8 +137,8 @@ def _weights(plan: Plan) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan, tier_limits: tuple[Limit, ...]) -> list[str]:
-    """Lines with the bytes that the plan takes of each tier, the tier's limit, and the bytes of each arena."""
+def _memory(plan: Plan, tier_limits: tuple[Limit, ...], arenas: bool) -> list[str]:
+    """Lines with the bytes that the plan takes of each tier, the tier's limit, and with `arenas` the bytes of each."""
     of = {limit.tier: limit.limit_bytes for limit in tier_limits}
     lines = []
     for tier, total in plan.tier_bytes().items():
@@ -150,7 +151,8 @@ def _memory(plan: Plan, tier_limits: tuple[Limit, ...]) -> list[str]:
             entries.append(("the process itself", plan.process_bytes))
         elif plan.context_bytes:
             entries.append(("its driver and libraries", plan.context_bytes))
-        lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
+        if arenas:
+            lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
     for each in tier_limits:
         bound = format_bytes(each.limit_bytes)
         if each.tier == DISK.tier:
@@ -170,15 +172,25 @@ def _memory(plan: Plan, tier_limits: tuple[Limit, ...]) -> list[str]:
     return lines
 
 
-def _speed(p: Prediction, band: Band | None) -> list[str]:
-    """Lines with the predicted speed, the busiest lane and the use of caches."""
-    shares = ", ".join(f"{lane_name(lane)} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
+def _promise(p: Prediction, band: Band | None) -> list[str]:
+    """Lines with the predicted speed, the busiest lane, and what a token reads from a disk."""
+    read = f", {format_bytes(p.disk_bytes_per_token)} read a token" if p.disk_bytes_per_token else ""
+    return [_predicted(p, band), f"bound by {lane_name(p.bound_by)}, {p.lane_share[p.bound_by]:.0%} busy{read}"]
+
+
+def _predicted(p: Prediction, band: Band | None) -> str:
     first, speed = format_seconds(p.ttft_s), f"{rate(p.decode_tokens_per_s)} tokens/s"
     if band is not None:
         lo, hi = spread(p.ttft_s, band.ttft.factor)
         first += f" ({format_seconds(lo)} to {format_seconds(hi)})"
         speed += f" ({rates(p.decode_tokens_per_s, band.decode.factor)})"
-    lines = [f"predicted: first token after {first}, then {speed}"]
+    return f"predicted: first token after {first}, then {speed}"
+
+
+def _speed(p: Prediction, band: Band | None) -> list[str]:
+    """Lines with the predicted speed, the error bands, the busy lanes and the use of caches."""
+    shares = ", ".join(f"{lane_name(lane)} {share:.0%}" for lane, share in sorted(p.lane_share.items()))
+    lines = [_predicted(p, band)]
     if band is not None:
         lines += _band(band)
     lines.append(f"bound by {lane_name(p.bound_by)} (busy while decoding: {shares})")
@@ -214,17 +226,38 @@ def _width(width: Width) -> str:
     return f"{between}, assumed: {'too few' if width.runs else 'no'} runs like this one on this machine are known"
 
 
-def _not_yet(solved: Solved) -> list[str]:
-    """Lines that say why this version cannot run the model, if so; which plans would be better, and why it cannot run
-    them."""
+def _cannot_run(solved: Solved) -> list[str]:
+    """A line that says why this version cannot run the model, if so."""
     spec = solved.plan.target.spec
     why = f"not run by this version: models of type {spec.model_type} can only be planned ({spec.cannot_run})"
-    lines = [why] if spec.cannot_run else []
+    return [why] if spec.cannot_run else []
+
+
+def _not_yet(solved: Solved) -> list[str]:
+    """Lines that say which plans would be better, and why this version cannot run them."""
+    lines = []
     for candidate, p in solved.not_yet:
         why = "; ".join(filter(None, (candidate.cannot_run, candidate.lossy)))
         speed = f"{rate(p.decode_tokens_per_s)} tokens/s, first token after {format_seconds(p.ttft_s)}"
         lines.append(f"not yet run by this version: {candidate.strategy} would give {speed} ({why})")
     return lines
+
+
+def advice(solved: Solved, what_if: WhatIf) -> str:
+    """What would make the plan faster by most, in one line."""
+    found = [
+        ("one more GiB of RAM", what_if.one_more_gib),
+        ("one more GiB of device memory", what_if.one_more_device_gib),
+        ("a disk twice as fast", what_if.faster_disk),
+        ("a link twice as fast", what_if.faster_link),
+        *((f"--weights {fmt.name}, at some cost in quality,", p) for fmt, p in what_if.other_formats),
+    ]
+    now = solved.prediction.decode_tokens_per_s
+    there = [(p.decode_tokens_per_s, what) for what, p in found if p is not None]
+    speed, what = max(there, key=lambda each: each[0], default=(0.0, ""))
+    if gain(speed, now) < _SAME:
+        return "faster: nothing that is known here" if there else "faster: all weights are in memory already"
+    return f"faster: {what} would give {rate(speed)} tokens/s ({gain(speed, now):+.0%})"
 
 
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -118,47 +118,42 @@ class Prediction:
 
 
 def predict(
-    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None
-) -> Prediction:
-    """The prediction of a plan: lowers and simulates the prompts and a few decode passes. `spread`: simulate more
-    decode passes, for the spread between tokens. `trace`: what routers say; None: `routing.stated`."""
-    lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan, trace)
-    spec = plan.target.spec
-    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
-    prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
-    pause_s = Cost(machine).between_passes_s
-    wanted = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
-    ttft_s, ttft_share = _reading(wanted, lowering, simulator, replay, pause_s)
-    position = min(prompt + ask.output_tokens // 2, plan.context - 1)
-    tasks_seen, tasks = 0, list[Task]()
-    busy: dict[Lane, float] = {}
-    gaps: list[float] = []
-    most_passes = _MOST_PASSES if spread else 0
-    step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None,
+    tasks: Iterator[list[Task]] | None = None,
+) -> Prediction:  # fmt: skip
+    """The prediction of a plan: simulates the prompts and a few decode passes. `spread`: simulate more decode passes,
+    for the spread between tokens. `trace`: what routers say; None: `routing.stated`. `tasks`: those of `lowered`, if
+    the plan was lowered already."""
+    tasks = lowered(plan, ask, spread, trace) if tasks is None else tasks
+    simulator, pause_s = Simulator(Cost(machine)), Cost(machine).between_passes_s
+    seqs, wanted, _ = _wanted(plan, ask)
+    ttft_s, ttft_share = _reading(((next(tasks), times) for _, times in wanted), simulator, pause_s)
     cold_s = 0.0
     if plan.caches and spread:
         start_s = simulator.now_s
         for _ in range(COLD_PASSES):
-            simulator.busy_s(lowering.step(step, replay.answer))
+            simulator.busy_s(next(tasks))
             simulator.pause(pause_s)
         cold_s = simulator.now_s - start_s
-    replay.warm(lowering, step, CACHE_PASSES)
-    decoding = _repeated(lowering, step, replay)
+    tasks_seen = 0
+    busy: dict[Lane, float] = {}
+    gaps: list[float] = []
+    most_passes = _MOST_PASSES if spread else 0
     least = _WARM_PASSES + (_ANSWERED_PASSES if plan.asks else _STEADY_PASSES)
     streamed, use = 0.0, _Use(plan)
     while len(gaps) < least or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
         if len(gaps) == _WARM_PASSES:
             busy = {}
         start_s = simulator.now_s
-        tasks = next(decoding)
-        for lane, seconds in simulator.busy_s(tasks).items():
+        step = next(tasks)
+        for lane, seconds in simulator.busy_s(step).items():
             busy[lane] = busy.get(lane, 0.0) + seconds
         simulator.pause(pause_s)
         gaps.append(max(_LEAST_S, simulator.now_s - start_s))
-        tasks_seen += len(tasks)
+        tasks_seen += len(step)
         if len(gaps) > _WARM_PASSES:
-            streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in tasks)
-            use.count(tasks)
+            streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in step)
+            use.count(step)
     steady = gaps[_WARM_PASSES:]
     streamed = streamed / len(steady)
     step_s = sum(steady) / len(steady)
@@ -176,7 +171,9 @@ def predict(
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=_spread(steady),
         tier_bytes=tier_bytes,
-        experts=use.per_token(len(steady) * len(seqs), (trace or stated(spec)).source, cold_s) if plan.caches else None,
+        experts=use.per_token(len(steady) * len(seqs), (trace or stated(plan.target.spec)).source, cold_s)
+        if plan.caches
+        else None,
     )
 
 
@@ -185,19 +182,45 @@ def with_prompts(
 ) -> Prediction:
     """The same prediction, but for prompts that are read in the passes `wanted`. `trace`: as for `predict`."""
     simulator, pause_s = Simulator(Cost(machine)), Cost(machine).between_passes_s
-    ttft_s, share = _reading(wanted, Lowering(plan), simulator, Replay(plan, trace), pause_s)
+    lowering, replay = Lowering(plan), Replay(plan, trace)
+    read = ((list(lowering.step(p, replay.answer)), times) for p, times in _sampled(wanted))
+    ttft_s, share = _reading(read, simulator, pause_s)
     total_s = prediction.total_s - prediction.ttft_s + ttft_s
     return replace(prediction, ttft_s=ttft_s, ttft_lane_share=share, total_s=total_s)
 
 
+def lowered(plan: Plan, ask: Ask, spread: bool = True, trace: RouterTrace | None = None) -> Iterator[list[Task]]:
+    """The tasks of the passes that `predict` simulates, pass by pass: those that read the prompts, then decode passes
+    without end. They are the same for every machine. `spread`, `trace`: as for `predict`."""
+    lowering, replay = Lowering(plan), Replay(plan, trace)
+    _, wanted, step = _wanted(plan, ask)
+    for p, _ in wanted:
+        yield list(lowering.step(p, replay.answer))
+    for _ in range(COLD_PASSES if plan.caches and spread else 0):
+        yield list(lowering.step(step, replay.answer))
+    replay.warm(lowering, step, CACHE_PASSES)
+    yield from _repeated(lowering, step, replay)
+
+
+def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int]], Pass]:
+    """(sequences, passes that read the prompts with how many each stands for, a decode pass half-way through the
+    output)."""
+    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
+    prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
+    position = min(prompt + ask.output_tokens // 2, plan.context - 1)
+    every = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
+    return seqs, list(_sampled(every)), passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+
+
 def _reading(
-    wanted: Sequence[Pass], lowering: Lowering, simulator: Simulator, replay: Replay, pause_s: float
+    read: Iterable[tuple[list[Task], int]], simulator: Simulator, pause_s: float
 ) -> tuple[float, dict[Lane, float]]:
-    """(seconds of the passes that read the prompts, lane → the share of them in which it is busy)."""
+    """(seconds of the passes that read the prompts, lane → the share of them in which it is busy). `read`: the tasks of
+    each pass, and how many passes it stands for."""
     ttft_s, busy = 0.0, dict[Lane, float]()
-    for p, times in _sampled(wanted):
+    for tasks, times in read:
         start_s = simulator.now_s
-        for lane, seconds in simulator.busy_s(lowering.step(p, replay.answer)).items():
+        for lane, seconds in simulator.busy_s(tasks).items():
             busy[lane] = busy.get(lane, 0.0) + times * seconds
         simulator.pause(pause_s)
         ttft_s += times * max(_LEAST_S, simulator.now_s - start_s)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, tee
 from math import ceil
 from typing import NamedTuple
 
 from penstock.graph.arenas import gathers
-from penstock.planner.predict import ExpertUse, Prediction, Spread, predict
+from penstock.graph.tasks import Task
+from penstock.planner.predict import ExpertUse, Prediction, Spread, lowered, predict
 from penstock.planner.routing import RouterTrace
 from penstock.spec.ask import Ask
 from penstock.spec.format import Mixed
@@ -38,21 +39,35 @@ _MOST_RUNS = 2  # runs of layers whose KV has one home
 _LONGEST_PERIOD = 8  # the kinds of layers repeat after so many at most: after 1 in most models, after 2 in gemma2
 
 
+# Layers of a short plan, () for the plan itself → the tasks of its passes, as `predict.lowered` yields them.
+Kept = dict[tuple[int, ...], Iterator[list[Task]]]
+
+
 def quick(
-    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None
-) -> Prediction:
+    plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None,
+    kept: Kept | None = None,
+) -> Prediction:  # fmt: skip
     """The prediction of a plan, as `predict` makes it. For a plan of few units it is the same. For others it is exact
-    within some hundredths, and takes a fraction of the time."""
+    within some hundredths, and takes a fraction of the time. `kept`: keeps the tasks, and has those that a prediction
+    for another machine has kept."""
     chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
+    kept = None if plan.asks else kept  # what answers decide differs from time to time
+
+    def of(layers: Sequence[int]) -> Prediction:
+        short, heard = (plan, trace) if not layers else (shortened(plan, layers), trace and trace.of_layers(layers))
+        tasks = None if kept is None else _kept(kept, tuple(layers), lambda: lowered(short, ask, spread, heard))
+        return predict(short, ask, machine, spread, heard, tasks)
+
     if chosen is None:
-        return predict(plan, ask, machine, spread, trace)
-
-    def of(layers: list[int]) -> Prediction:
-        heard = None if trace is None else trace.of_layers(layers)
-        return predict(shortened(plan, layers), ask, machine, spread, heard)
-
+        return of(())
     near, further = _short_plans(chosen)
     return _further(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
+
+
+def _kept(kept: Kept, key: tuple[int, ...], lower: Callable[[], Iterator[list[Task]]]) -> Iterator[list[Task]]:
+    """The tasks of a plan from the first pass on. They are kept for the next time."""
+    tasks, kept[key] = tee(kept[key] if key in kept else lower())
+    return tasks
 
 
 def quick_s(plan: Plan, seconds: Callable[[Plan], float]) -> float:
@@ -200,10 +215,15 @@ def _run(
         """How far the counts of the whole run are from what the short plans tell of each."""
         return sum([abs(count - total) / total for count, total in zip(told, totals, strict=True)])
 
-    def of_length(least: int, most: int) -> Iterator[range]:
-        if not second:
-            return _progressions(len(periods), least)
-        return (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
+    def of_length(least: int, most: int) -> Iterable[range]:
+        """Numbers of periods to choose from. Layers are of a few kinds, so of thousands of choices few differ."""
+        every: Iterable[range] = _progressions(len(periods), least)
+        if second:
+            every = (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
+        unlike: dict[tuple[int, ...], range] = {}
+        for numbers in every:
+            unlike.setdefault((len(numbers), *read(numbers)), numbers)
+        return unlike.values()
 
     def line(far: range) -> list[float]:
         share = (long - len(near)) / (len(far) - len(near))

@@ -91,7 +91,7 @@ def with_faster(
     each other."""
     if not any(map(which, solved.prediction.lane_share)):
         return None
-    return quick(solved.plan, ask, machine.faster(which, times), spread=False, trace=trace)
+    return quick(solved.plan, ask, machine.faster(which, times), spread=False, trace=trace, kept=solved.tasks)
 
 
 def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -> Prediction | None:

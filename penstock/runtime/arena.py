@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,17 +17,24 @@ from penstock.graph.tasks import Slot
 from penstock.runtime import host
 from penstock.spec.places import GPU, is_disk
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
+from penstock.units import MIB, format_bytes
+
+_TURN_BYTES = 256 * MIB  # taken between two looks at whether to stop
+_AT_ONCE_BYTES = 64 * MIB  # arenas of less have their pages in some 10 ms, which no thread is worth
 
 
 class Arenas:
     """The bytes of every arena that the host can see, by the arena's name.
 
     Memory of the host is in huge pages where the system grants them. `on_device(name, nbytes)` takes memory of the
-    device for an arena; it returns the bytes if the host can see them, else None. Raises StorageFailed where the
-    system refuses memory, and what `on_device` raises."""
+    device for an arena; it returns the bytes if the host can see them, else None. All pages are taken before the first
+    pass, and not at the first long prompt. `ahead`: a thread takes them while the caller goes on, in the order of the
+    plan's arenas, which begin with the weights; `settle` waits for it. Raises StorageFailed where the system refuses
+    memory, and what `on_device` raises."""
 
-    def __init__(self, plan: Plan, on_device: Callable[[str, int], memoryview | None] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, on_device: Callable[[str, int], memoryview | None] | None = None, ahead: bool = False
+    ) -> None:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
         for arena in plan.arenas:
@@ -39,8 +48,6 @@ class Arenas:
                 continue
             try:
                 memory = _native.Memory(arena.bytes, True)
-                # All pages are taken now, and not at the first long prompt: now the plan can still be refused.
-                memory.populate(host.usable_threads(None))
             except MemoryError:
                 raise StorageFailed(
                     f"the system refused {format_bytes(arena.bytes)} of memory for {arena.name}"
@@ -49,11 +56,25 @@ class Arenas:
             self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
         # Kept, for `ctypes.data` takes 1 µs a time.
         self._addresses = {name: array.ctypes.data for name, array in self._bytes.items()}
+        self._pages = _Pages(tuple(self._memory.values()))
+        if ahead and self.nbytes > _AT_ONCE_BYTES:
+            self._pages.begin()
+        else:
+            self._pages.take()
 
     @property
     def nbytes(self) -> int:
         """Bytes that were allocated of the host's memory."""
         return sum(len(self._bytes[name]) for name in self._memory)
+
+    @property
+    def taking_s(self) -> float | None:
+        """Seconds that it took to take all pages. None where that is still under way."""
+        return self._pages.taking_s
+
+    def settle(self) -> None:
+        """Returns when all pages are taken."""
+        self._pages.wait()
 
     def sees(self, arena: str) -> bool:
         """Whether the host sees the bytes of an arena."""
@@ -84,5 +105,39 @@ class Arenas:
 
     def close(self) -> None:
         """Lets the memory go. It is freed when the last view of it is gone."""
+        self._pages.stop()
         self._bytes.clear()
         self._memory.clear()
+
+
+class _Pages:
+    """Makes the pages of memories present, one memory after the other, by all threads. Reads to a page that is not
+    there yet wait until the system has made it."""
+
+    def __init__(self, memories: Sequence[_native.Memory]) -> None:
+        self._memories, self._stopped = memories, threading.Event()
+        self._thread: threading.Thread | None = None
+        self.taking_s: float | None = None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self.take, name="penstock-pages", daemon=True)
+        self._thread.start()
+
+    def take(self) -> None:
+        threads, start_s = host.usable_threads(None), time.perf_counter()
+        for memory in self._memories:
+            for lo in range(0, memory.nbytes, _TURN_BYTES):
+                if self._stopped.is_set():
+                    return
+                memory.populate(threads, lo, min(lo + _TURN_BYTES, memory.nbytes))
+        self.taking_s = time.perf_counter() - start_s
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Returns when no page is being taken any more."""
+        self._stopped.set()
+        self.wait()
+        self._memories = ()

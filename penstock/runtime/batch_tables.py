@@ -17,41 +17,49 @@ Frequencies = tuple[Float32, float] | None
 
 class BatchTables:
     """Tables of a batch, at fixed addresses, so that a recorded program can point at them. `move` fills them with the
-    positions, pages and rows of another batch of the same shape.
+    rows, positions and pages of a pass.
 
-    `pages[i]`: the pages of the batch's sequence i, as many as it has now. `most_pages`: that a sequence may have."""
+    `rows`, `logits`, `sequences`: the most of each. `most_pages`: that a sequence may have."""
 
     def __init__(
-        self, batch: Batch, frequencies: Sequence[Frequencies], pages: Sequence[Sequence[int]], most_pages: int
+        self, rows: int, logits: int, sequences: int, most_pages: int, frequencies: Sequence[Frequencies]
     ) -> None:
-        t = batch.total_rows
+        self._counts = np.zeros(3, np.int32)  # rows, rows with logits, sequences
         # int32 [sequences, most_pages], and int32 [sequences, 3]: the first entry there, start, rows.
-        self._pages = np.zeros((len(batch.seqs), most_pages), np.int32)
-        self._sequences = np.array([(i * most_pages, 0, rows) for i, rows in enumerate(batch.rows)], np.int32)
-        for row, found in zip(self._pages, pages, strict=True):
-            row[: len(found)] = found
-        self._chosen = np.array(batch.logits, np.int32)
-        # Layers whose frequencies are the same array share cos and sin, float32 [T, dims / 2].
+        self._pages = np.zeros((sequences, most_pages), np.int32)
+        self._sequences = np.array([(i * most_pages, 0, 0) for i in range(sequences)], np.int32)
+        self._chosen = np.empty(logits, np.int32)
+        self._filled: tuple[int, ...] = ()  # sequences whose consecutive pages the table holds
+        # Layers whose frequencies are the same array share cos and sin, float32 [rows, dims / 2].
         self._frequencies: dict[int, tuple[Float32, float]] = {}
         self._turns: dict[int, tuple[Float32, Float32]] = {}
         self._turn_of: list[int | None] = []
         for rotation in frequencies:
             self._turn_of.append(None if rotation is None else id(rotation[0]))
             if rotation is not None and id(rotation[0]) not in self._turns:
-                shape = (t, len(rotation[0]))
+                shape = (rows, len(rotation[0]))
                 self._frequencies[id(rotation[0])] = rotation
                 self._turns[id(rotation[0])] = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self.move(batch)
 
-    def move(self, batch: Batch) -> None:
-        """Fills the tables with what is data of this batch, which has the shape of the first one."""
-        self._sequences[:, 1], self._sequences[:, 2], self._chosen[:] = batch.start, batch.rows, batch.logits
-        for row, found in zip(self._pages, batch.pages, strict=False):  # where there are none, they are as before
-            row[: len(found)] = found
+    def move(self, batch: Batch, pages: Sequence[Sequence[int]]) -> None:
+        """Fills the tables with all that is data of a batch. `pages[i]`: those of its sequence i, as many as it has
+        now."""
+        rows, logits, n = batch.total_rows, len(batch.logits), len(batch.seqs)
+        self._counts[:] = rows, logits, n
+        self._sequences[:n, 1], self._sequences[:n, 2], self._chosen[:logits] = batch.start, batch.rows, batch.logits
+        if batch.pages or batch.seqs != self._filled:
+            for row, found in zip(self._pages, pages, strict=False):
+                row[: len(found)] = found
+            self._filled = () if batch.pages else batch.seqs
         row_positions = positions(batch)
         for key, frequencies in self._frequencies.items():
             cos, sin = self._turns[key]
-            cos[...], sin[...] = rope.tables(*frequencies, row_positions)
+            cos[:rows], sin[:rows] = rope.tables(*frequencies, row_positions)
+
+    @property
+    def counts_address(self) -> int:
+        """The address of int32 [3]: how many rows, rows with logits and sequences the batch has."""
+        return int(self._counts.ctypes.data)
 
     @property
     def sequences_address(self) -> int:

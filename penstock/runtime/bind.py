@@ -70,6 +70,12 @@ class Binding:
         for call in task.calls:
             self.call(call)
 
+    @property
+    def by_batches(self) -> bool:
+        """Whether tasks that come again are run by their batches alone, whose numbers of rows are data
+        (`Lowering.step`)."""
+        return False
+
     def call(self, call: Call) -> None:
         """Does one call. Raises StorageFailed and DamagedModel where it reads from a disk."""
         self._ops[call.op](call, call.operands)
@@ -122,7 +128,7 @@ class Binding:
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
         batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
-        chosen = batch.logits if op.layer is None else None
+        chosen = batch.logits if op.layer is None and not op.every else None
         shape = (batch.total_rows if chosen is None else len(chosen), width)
         dense.norm_in(
             self._rows(op.x, batch.total_rows), self._arenas.view(op.norms), self._parts[key], op.which, self._spec,

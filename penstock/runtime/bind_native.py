@@ -2,8 +2,9 @@
 have learned positions.
 
 A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
-Python between the ops. Positions and KV pages change from pass to pass: they lie in tables that the program points at.
-A call for experts that were asked for is a program too. Which experts, and where they lie, is replaced each time.
+Python between the ops. Positions, KV pages and numbers of rows change from pass to pass: they lie in tables that the
+program points at. A call for experts that were asked for is a program too. Which experts, and where they lie, is
+replaced each time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from penstock.spec.plan import Plan
 # An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
 _KEPT = 16  # programs, where a whole pass is one program; with caches of experts a layer has four
-_KEPT_SHAPES = 16  # shapes of batches whose tables are kept
 # The matrices that an op multiplies.
 _PRODUCTS = {"qkv": ops.QKV_BLOCKS, "out": ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS, "head": ops.VOCAB_BLOCKS}
 
@@ -57,7 +57,6 @@ class _Bound(NamedTuple):
     """A task bound once, to be run again."""
 
     steps: tuple[_native.Program | int, ...]  # in order: a program, or the index of a call that numpy does
-    tables: dict[int, BatchTables]  # by batch id
     batches: dict[int, int]  # batch id → the index of one call of that batch
 
 
@@ -104,8 +103,8 @@ class NativeBinding(Binding):
         self._heads: dict[int, _native.AttentionShape] = {}  # by the unit's number
         self._caches: dict[tuple[int, Format], _native.CacheShape] = {}  # by layer and format
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
-        self._shared: dict[tuple[object, ...], BatchTables] = {}  # of programs, by the batch's shape
-        self._moved: set[int] = set()  # ids of the shared tables that hold the positions of this pass
+        self._shared: dict[int, BatchTables] = {}  # of programs, by the batch's id
+        self._moved: set[int] = set()  # ids of the batches whose tables are those of this pass
         self._most_bound = _KEPT * (4 * len(layers) if plan.asks else 1)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         self._fired = np.zeros((0, 0), np.uint8)  # who fires in the layer at hand, if somebody asks
@@ -193,11 +192,12 @@ class NativeBinding(Binding):
             while len(self._bound) >= self._most_bound:
                 del self._bound[next(iter(self._bound))]
             self._bound[task.like] = bound
+        given = {batch.id: batch for batch in task.batches}
         for batch_id, number in bound.batches.items():
-            tables = bound.tables[batch_id]
-            if id(tables) not in self._moved:
-                tables.move(_batch(task.calls[number]))
-                self._moved.add(id(tables))
+            if batch_id not in self._moved:
+                batch = given.get(batch_id) or _batch(task.calls[number])
+                self._shared[batch_id].move(batch, self._layout.kv.pages_of(batch))
+                self._moved.add(batch_id)
         for step in bound.steps:
             if isinstance(step, int):
                 super().call(task.calls[step])
@@ -251,35 +251,44 @@ class NativeBinding(Binding):
             return False
         return call.op in self._natively
 
+    @property
+    def by_batches(self) -> bool:
+        """numpy takes the numbers of rows from calls, and whoever hears of calls hears of theirs."""
+        heard = self.on_route is not None or self.on_fired is not None
+        return "embed" in self._natively and not self._projects_out and not heard
+
     def _bind(self, task: Task) -> _Bound:
         steps: list[_native.Program | int] = []
-        tables: dict[int, BatchTables] = {}
         batches: dict[int, int] = {}
         for number, call in enumerate(task.calls):
             batch = _batch(call)
-            if batch.id not in tables:
-                tables[batch.id], batches[batch.id] = self._shared_tables(batch), number
+            batches.setdefault(batch.id, number)
             if not self._is_native(call):
                 steps.append(number)
                 continue
             if not steps or isinstance(steps[-1], int):
                 steps.append(_native.Program(self._compute))
-            program = steps[-1]
+            program, tables = steps[-1], self._shared_tables(batch.id)
             assert isinstance(program, _native.Program)
-            self._natively[call.op](program, call, call.operands, tables[batch.id])
-        return _Bound(tuple(steps), tables, batches)
+            program.follow(tables.counts_address)
+            self._natively[call.op](program, call, call.operands, tables)
+        return _Bound(tuple(steps), batches)
 
-    def _shared_tables(self, batch: Batch) -> BatchTables:
-        shape = batch.shape
-        if shape not in self._shared:
-            while len(self._shared) >= _KEPT_SHAPES:
-                del self._shared[next(iter(self._shared))]
-            self._shared[shape] = self._new_tables(batch)
-        return self._shared[shape]
+    def _shared_tables(self, batch: int) -> BatchTables:
+        """The tables of all programs with this batch, with room for any of its passes."""
+        if batch not in self._shared:
+            plan, pages = self._plan, self._layout.kv.pages_per_seq
+            rows = max(plan.chunk_rows, plan.batch_seqs)
+            self._shared[batch] = BatchTables(rows, plan.logits_rows, plan.batch_seqs, pages, self._frequencies)
+        return self._shared[batch]
 
     def _new_tables(self, batch: Batch) -> BatchTables:
-        layout = self._layout
-        return BatchTables(batch, self._frequencies, layout.kv.pages_of(batch), layout.kv.pages_per_seq)
+        """Tables of this batch alone, filled."""
+        pages = self._layout.kv.pages_per_seq
+        sizes = batch.total_rows, len(batch.logits), len(batch.seqs), pages
+        tables = BatchTables(*sizes, self._frequencies)
+        tables.move(batch, self._layout.kv.pages_of(batch))
+        return tables
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 
@@ -298,11 +307,11 @@ class NativeBinding(Binding):
         )  # fmt: skip
 
     def _norm_on(self, on: Target, call: Call, op: ops.Norm, tables: BatchTables) -> None:
-        batch, at, final = _batch(call), self._arenas.address, op.layer is None
+        batch, at, some = _batch(call), self._arenas.address, op.layer is None and not op.every
         key, present, _ = norm_before(self._spec, op.layer)
         part = self._parts[key]
         norm = cpu.norm(self._spec.norm if present else None, part, op.which, at(op.norms))
-        chosen, n = (tables.chosen_address, len(batch.logits)) if final else (0, batch.total_rows)
+        chosen, n = (tables.chosen_address, len(batch.logits)) if some else (0, batch.total_rows)
         on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))
 
     def _head_on(self, on: Target, call: Call, op: ops.Head, tables: BatchTables) -> None:

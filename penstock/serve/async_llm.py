@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
 from penstock.serve.llm import LLM, checked_params, one_answer
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
+from penstock.serve.pooling import Pool, Pooling, chosen_pooling, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import Cancelled, Ended, Failed, Told
 
@@ -59,6 +63,14 @@ class AsyncLLM:
             async for piece in pieces:
                 yield piece
 
+    async def embed(
+        self, texts: Prompts, *, pooling: Pool | None = None, normalize: bool = True, dimensions: int | None = None
+    ) -> NDArray[np.float32]:
+        """As `LLM.embed`."""
+        chosen = chosen_pooling(pooling, self.llm.engine.pooling)
+        ids = [await self._encoded(each) for each in prompt_list(texts)]
+        return stacked(await self._all(ids, [chosen] * len(ids)), normalize, dimensions)
+
     async def close(self) -> None:
         """Frees the model's memory. Answers under way end with BadRequest."""
         await asyncio.to_thread(self.llm.close)
@@ -79,18 +91,23 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         chosen = checked_params(params)
         n = chosen.n
-        tasks = [asyncio.ensure_future(self._whole(each, chosen.nth(i))) for each in ids for i in range(n)]
-        try:
-            found = await asyncio.gather(*tasks)
-        finally:  # where one failed, and where this task is cancelled
-            for task in tasks:
-                task.cancel()
+        found = await self._all(
+            [each for each in ids for _ in range(n)], [chosen.nth(i) for _ in ids for i in range(n)]
+        )
         return [
             RequestOutput.of(text, each, found[i * n : (i + 1) * n])
             for i, (text, each) in enumerate(zip(texts, ids, strict=True))
         ]
 
-    async def _whole(self, ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def _all(self, ids: Sequence[Sequence[int]], params: Sequence[SamplingParams | Pooling]) -> list[Generation]:
+        tasks = [asyncio.ensure_future(self._whole(*each)) for each in zip(ids, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one failed, and where this task is cancelled
+            for task in tasks:
+                task.cancel()
+
+    async def _whole(self, ids: Sequence[int], params: SamplingParams | Pooling) -> Generation:
         async with aclosing(self._told(ids, params, False)) as told:
             async for what in told:
                 if isinstance(what, Generation):
@@ -104,7 +121,7 @@ class AsyncLLM:
                     yield what
 
     async def _told(
-        self, ids: Sequence[int], params: SamplingParams, streams: bool
+        self, ids: Sequence[int], params: SamplingParams | Pooling, streams: bool
     ) -> AsyncGenerator[str | Generation, None]:
         """The pieces of an answer, then the whole of it."""
         loop, service = asyncio.get_running_loop(), self.llm.service()

@@ -5,6 +5,9 @@ only where that was at least half of the time. The figure is multiplied by the m
 
     ratio = measured seconds / predicted seconds
 
+where the figure was as measured. A prediction that took it as runs of its last days showed it (`serve/lately`) counts
+as if it had not.
+
 If the figure alone were to blame for the whole difference, the factor would be 1 + (ratio - 1) / share. On a mixed
 history that overshot (docs/LOG.md): the RAM is mostly the cause of slow runs, and other ops suffer from it too.
 
@@ -22,16 +25,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from penstock.serve.history import Phase, Run
+from penstock.serve.history import Phase, Run, cached
 from penstock.spec.machine import TERMS, Figure, MachineSpec, Rate
-from penstock.spec.places import CPU
-from penstock.units import MIB
 
 LEAST_STEPS, LEAST_S = 16, 1.0  # the least decode passes, and seconds of them, of a run that counts
 _LEAST_SHARE = 0.5  # a dominant figure makes up at least so much of the predicted time
 _ENOUGH = 3  # runs with the same dominant figure
 _MOST_FACTOR = 2.0  # over the probe's own figure, both ways; beyond it the probe itself was disturbed
-_LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
 _LEAST_FACTOR = 1.02  # smaller corrections are not made
 _MOST_SHOWN = 100.0  # larger log ratios, which a damaged file may hold, are shown as this
 
@@ -65,37 +65,23 @@ def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -
     phases_of: dict[Figure, list[Phase]] = {}
     for run in filter(counts, seen):
         for phase in (run.first, run.step):
-            if phase.dominant.share >= _LEAST_SHARE and phase.measured_s * _passes(phase, run) >= LEAST_S:
+            if phase.dominant.share >= _LEAST_SHARE and run.passes(phase) * phase.measured_s >= LEAST_S:
                 phases_of.setdefault(phase.dominant.figure, []).append(phase)
     base, now = _values(probed), _values(machine)
     changes = []
     for figure, phases in phases_of.items():
         if not base.get(figure) or not now.get(figure):
             continue
-        phases = [phase for phase in phases if not _cached(phase, now[figure])]
+        phases = [phase for phase in phases if not cached(phase, now[figure])]
         if len(phases) < _ENOUGH:
             continue
-        before, log_ratio = now[figure] / base[figure], statistics.median(phase.log_ratio for phase in phases)
+        before, log_ratio = now[figure] / base[figure], statistics.median(phase.figure_log_ratio for phase in phases)
         most_log = math.log(_MOST_FACTOR)
         after = math.exp(min(most_log, max(-most_log, math.log(before) + log_ratio)))
         if abs(math.log(after / before)) >= math.log(_LEAST_FACTOR):
             changes.append(Change(figure, before, after, log_ratio, len(phases)))
     values = {change.figure: base[change.figure] * change.now for change in changes}
     return _with(machine, values, probed.source), changes
-
-
-def _cached(phase: Phase, s_per_byte: float) -> bool:
-    """Whether the bytes that the figure prices may have been in a cache: such a run is faster than the RAM, which the
-    probe measured."""
-    figure, share = phase.dominant.figure, phase.dominant.share
-    if (figure.lane, figure.term) != (CPU, "s_per_byte"):
-        return False
-    return share * phase.predicted_s / s_per_byte < _LEAST_RAM_BYTES
-
-
-def _passes(phase: Phase, run: Run) -> int:
-    """How many passes a phase of a run had; the first one counts as one."""
-    return run.decode_steps if phase is run.step else 1
 
 
 def _values(machine: MachineSpec) -> dict[Figure, float]:

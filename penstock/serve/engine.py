@@ -34,6 +34,7 @@ from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
 from penstock.spec.places import DISK
 from penstock.store.packed import Packed, open_packed
+from penstock.store.pooling import of_packed
 from penstock.store.predictors import with_predictors
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 class Engine:
     """One model, planned and loaded. `solved`: the plan, its prediction and its reasons. `machine`: the figures that
-    the plan was made with. `notes`: lines about the device for the user.
+    the plan was made with. `lately`: these as measured, and by runs of the last days. `notes`: lines about the device
+    for the user.
 
     Threads may share it. A call waits until the calls and streams of other threads have ended. A thread that holds an
     open stream gets BadRequest from every other call, until that stream is read to its end, closed or collected.
@@ -50,6 +52,7 @@ class Engine:
 
     def __init__(self, packed: Packed, planned: Planned, session: Session) -> None:
         self.packed, self.session, self.ask, self.machine = packed, session, planned.ask, planned.chosen.machine
+        self.lately = planned.lately
         device = session.device
         reasons = (*planned.solved.reasons, session.kernels, *planned.device_reasons(device))
         self.solved = replace(planned.solved, reasons=reasons)
@@ -67,6 +70,7 @@ class Engine:
         self._guide_bytes = planned.how.guide_bytes
         self.last: Generation | None = None
         self._source: Source | None = None
+        self.pooling = of_packed(packed.folder)
 
     @classmethod
     def open(cls, source: Source, ask: Ask, how: Loading, on_progress: Progress | None = None) -> Engine:
@@ -221,7 +225,7 @@ class Engine:
         """The error band of the prediction, from earlier runs on this machine."""
         if self._machine_file is None:
             return Band()
-        return error_band(self._machine_file, self.machine, self.prediction, self.plan, self.ask.batch)
+        return error_band(self._machine_file, self.lately.measured, self.prediction, self.plan, self.ask.batch)
 
     def held(self) -> AbstractContextManager[None]:
         """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest
@@ -238,4 +242,5 @@ class Engine:
         than the plan's."""
         if self._machine_file is not None:
             prediction = foreseen or self.prediction
-            note_run(self._machine_file, self.machine, self.plan, prediction, generation, reads)
+            measured = self.lately.measured
+            note_run(self._machine_file, measured, self.plan, prediction, generation, reads, self.machine)

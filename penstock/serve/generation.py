@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.planner.predict import Prediction
 from penstock.serve.sampling import Likely
 from penstock.serve.scores import Scores
@@ -35,6 +38,7 @@ class Generation:
     cached_tokens: int = 0  # of the prompt, whose keys and values were there from an earlier one
     logprobs: list[Likely] = field(default_factory=list)  # of each token, where they were asked for
     prompt_scores: Scores | None = None  # where they were asked for
+    embedding: NDArray[np.float32] | None = None  # [D], where one was asked for in place of a text
     finish_reason: str = ""
     stopped_by: str | None = None  # the stop string, where one ended it
     context_full: bool = False

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,11 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+FEW = 64  # ids that are told one by one
+_NOT_ZERO = re.compile(rb"[^\0]")
 _COMPILED = 8  # rules that are kept, so that the answers to one request share one
+
+Mask = str | list[int]
 
 
 class Matchers:
@@ -84,14 +89,14 @@ class Matchers:
                 raise ValueError(str(error)) from None
         return str(matcher.grammar_from_lark(text))
 
-    def begin(self, number: int, kind: str, text: str, tokens: list[int]) -> str:
+    def begin(self, number: int, kind: str, text: str, tokens: list[int]) -> Mask:
         """A new answer, which has some tokens already. Returns the mask of the next one. Raises BadRequest."""
         self.check(kind, text)
         matcher = self._open[number] = self._compiled[kind, text].deep_copy()
         matcher.consume_tokens(tokens)
         return self._mask(matcher)
 
-    def step(self, number: int, token: int) -> str:
+    def step(self, number: int, token: int) -> Mask:
         """The answer has one more token. Returns the mask of the next one. Raises BadRequest."""
         matcher = self._open[number]
         matcher.consume_token(token)
@@ -101,12 +106,16 @@ class Matchers:
         """The answer has ended."""
         self._open.pop(number, None)
 
-    def _mask(self, matcher: Any) -> str:
-        """A bit for each id and one for the end, the lowest of a byte first, in base64."""
+    def _mask(self, matcher: Any) -> Mask:
+        """What may come: a few ids, or a bit for each id and one for the end, the lowest of a byte first, in base64.
+        Names and marks of JSON leave one id or a few, whose bits of 128k entries would take 21 KB each time."""
         _require_good(matcher)
         bits = matcher.compute_bitmask()
         _require_good(matcher)
-        return base64.b64encode(bits).decode()
+        if int.from_bytes(bits, "little").bit_count() > FEW:
+            return base64.b64encode(bits).decode()
+        found = ((each.start(), each[0][0]) for each in _NOT_ZERO.finditer(bits))
+        return [8 * at + bit for at, byte in found for bit in range(8) if byte >> bit & 1]
 
 
 class _Tokens:

@@ -6,7 +6,8 @@ gives its logits, so a mask costs no time where a pass takes longer than it: bel
 
 One child serves all answers, and remembers them. A schema that makes it take too much time or memory ends it. The
 answer that asked is tried again in a new child, where nothing else takes memory, and ends with an error if it breaks
-that one too. Other answers are told to the new child anew, with the tokens that they have.
+that one too. Other answers are told to the new child anew, with the tokens that they have. All answers of a pass wait
+for the slowest mask. So an answer whose masks take long, one by one within the limits, ends with an error too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from penstock.units import MIB, format_bytes
 
 # Of processor time. A schema of 2,000 properties compiles in 0.3 s, and is refused for its size then.
 _COMPILE_S, _STEP_S, _OPEN_S = 1.0, 0.5, 10.0
+# The masks of one answer may take so long together, beside what each of them may: most take below a millisecond.
+_ALL_STEPS_S, _EACH_STEP_S = _COMPILE_S + _STEP_S, 0.02
 _ANSWER_BYTES = 1 << 20
 # With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB.
 _CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256
@@ -48,17 +51,37 @@ def guide_bytes(vocab: int) -> int:
 
 
 class Allowed:
-    """What may come next. `tokens`: bool [V]. `end`: the text may end here. `only_end`: nothing else may come."""
+    """What may come next. `choice`: ids, int64 [n], rising, where they are few, else bool [V]. `end`: the text may end
+    here. `only_end`: nothing else may come."""
 
-    def __init__(self, bits: bytes, vocab: int, eos_ids: frozenset[int], known: int) -> None:
-        """`bits`: of ids below `known`, then one for the end."""
-        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=known + 1, bitorder="little").view(np.bool_)
-        self.tokens: NDArray[np.bool_] = np.zeros(vocab, np.bool_)
-        n = min(vocab, known)
-        self.tokens[:n] = flags[:n]
-        self.end, self.only_end = bool(flags[known]), not self.tokens.any()
+    def __init__(self, mask: str | list[int], vocab: int, eos_ids: frozenset[int], known: int) -> None:
+        """`mask`: as the child gives it, of ids below `known`, which stands for the end."""
+        ends, most = [i for i in eos_ids if 0 <= i < vocab], min(vocab, known)
+        self._vocab = vocab
+        self.choice: NDArray[np.bool_] | NDArray[np.int64]
+        if isinstance(mask, list):
+            self.end = known in mask
+            ids = {i for i in mask if i < most}
+            self.only_end = not ids
+            self.choice = np.array(sorted(ids | set(ends if self.end else ())), np.int64)
+            return
+        bits = np.frombuffer(base64.b64decode(mask), np.uint8)
+        flags = np.unpackbits(bits, count=known + 1, bitorder="little").view(np.bool_)
+        tokens = np.zeros(vocab, np.bool_)
+        tokens[:most] = flags[:most]
+        self.end, self.only_end = bool(flags[known]), not tokens.any()
         if self.end:
-            self.tokens[[i for i in eos_ids if 0 <= i < vocab]] = True
+            tokens[ends] = True
+        self.choice = tokens
+
+    @property
+    def tokens(self) -> NDArray[np.bool_]:
+        """bool [V]: the ids that may come."""
+        if self.choice.dtype == np.bool_:
+            return self.choice.view(np.bool_)
+        tokens = np.zeros(self._vocab, np.bool_)
+        tokens[self.choice] = True
+        return tokens
 
 
 class Guides:
@@ -124,30 +147,38 @@ class Guides:
                 mask = self._mask(known, tokens)
             except _Broken as broken:
                 raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
-        return Allowed(base64.b64decode(mask), self._vocab, self._tokenizer.eos_ids, self._known)
+        return Allowed(mask, self._vocab, self._tokenizer.eos_ids, self._known)
 
-    def _mask(self, known: _Known, tokens: list[int]) -> str:
-        mask: str
+    def _mask(self, known: _Known, tokens: list[int]) -> str | list[int]:
+        mask: str | list[int]
         if known.child == self._child and tokens:
-            mask = self._try("step", [known.number, tokens[-1]], _STEP_S)
+            mask, taken_s = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:
-            mask = self._try("begin", [known.number, *known.rule, tokens], _COMPILE_S + _STEP_S)
+            mask, taken_s = self._try("begin", [known.number, *known.rule, tokens], _COMPILE_S + _STEP_S)
             known.child = self._child
+        known.taken_s += taken_s
+        masks = len(tokens) + 1
+        if known.taken_s > _ALL_STEPS_S + masks * _EACH_STEP_S:
+            raise BadRequest(
+                f"the JSON schema or grammar cannot be followed: {masks} tokens took it {known.taken_s:.1f} s of "
+                f"processor time, and others wait meanwhile"
+            )
         return mask
 
     def _ask(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
         self._ensure()
         try:
-            return self._try(action, arguments, cpu_s)
+            return self._try(action, arguments, cpu_s)[0]
         except _Broken as broken:
             raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
 
-    def _try(self, action: str, arguments: list[Any], cpu_s: float) -> Any:
-        """Raises _Broken where the child took too much, BadRequest with the child's reason."""
+    def _try(self, action: str, arguments: list[Any], cpu_s: float) -> tuple[Any, float]:
+        """The child's answer, and the seconds of processor time that it took. Raises _Broken where it took too much,
+        BadRequest with the child's reason."""
         doing = "compiling it" if action in ("check", "begin") else "the next token"
         task = self._limits(doing, cpu_s)
         try:
-            return self._confined.ask(action, arguments, task)[0]
+            return self._confined.ask(action, arguments, task)
         except BrokenModel as error:
             raise _Broken(error.message.removeprefix(f"{task.file}: ")) from None
         except BadRequest as error:
@@ -190,10 +221,11 @@ class _Broken(Exception):
 
 
 class _Known:
-    """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none."""
+    """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none. `taken_s`: of
+    processor time, by its masks so far."""
 
     def __init__(self, number: int, rule: Rule) -> None:
-        self.number, self.rule, self.child = number, rule, 0
+        self.number, self.rule, self.child, self.taken_s = number, rule, 0, 0.0
 
 
 class Guide:

@@ -7,6 +7,9 @@ Only runs that were predicted with the machine's present figures count. After a 
 runs stay in the file, and count again if those figures return. The band of a prediction comes from runs that are like
 it: the same lane binds, a pass takes about as long, and the same is done about neurons that do not fire. So runs of a
 tiny model say nothing of a large one, nor do runs that ask predictors of runs that compute all.
+
+Predictions take some figures as the runs of the last days show them (`serve/lately`). The machine's present figures are
+those that were measured: what runs are kept with does not change by that.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.graph.tasks import Pass
@@ -25,17 +30,21 @@ from penstock.planner import dominant
 from penstock.planner.dominant import Dominant
 from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction
-from penstock.serve.generation import Generation
 from penstock.spec import codec
 from penstock.spec import plan as plans
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import CPU, GPU, is_disk
 from penstock.spec.plan import Plan
 from penstock.store.files import read_text, write_bytes
+from penstock.units import MIB
+
+if TYPE_CHECKING:  # it brings numpy, which planning does without
+    from penstock.serve.generation import Generation
 
 _KEPT, _RECENT = 500, 50  # runs in a file; alike runs that a band comes from
 _LEAST_STEPS = 4  # decode passes of a run that is kept
 _ENOUGH_RUNS = 3
+_LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
 # Factors of a band. The least is for predictions that were all right, since machines drift by as much in an hour.
 # Beyond the most a band says nothing any more.
 _LEAST, _MOST = 1.1, 100.0
@@ -50,17 +59,24 @@ _ENOUGH_ALIKE = 2.0  # the sum of the likenesses of all runs that count
 @dataclass(frozen=True)
 class Phase:
     """One of the two phases of a run: until the first tokens, or a decode pass. `bound_by`: the lane that was predicted
-    to be busiest. `dominant`: the machine's figure that `predicted_s` depends on most."""
+    to be busiest. `dominant`: the machine's figure that `predicted_s` depends on most. `taken`: so many times as long
+    as measured that figure was taken, by the runs of the days before."""
 
     predicted_s: float
     measured_s: float
     bound_by: str
     dominant: Dominant
+    taken: float = 1.0
 
     @property
     def log_ratio(self) -> float:
         """ln(measured seconds / predicted seconds)."""
         return math.log(self.measured_s) - math.log(self.predicted_s)
+
+    @property
+    def figure_log_ratio(self) -> float:
+        """ln of how many times as long as measured the dominant figure takes, if it alone is to blame."""
+        return self.log_ratio + math.log(self.taken)
 
     def likeness(self, predicted_s: float, bound_by: str) -> float:
         """How much this phase tells of a prediction of `predicted_s` that is bound by this lane, from 0 to 1: 1 less
@@ -74,7 +90,8 @@ class Phase:
 class Run:
     """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
     their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, and whether records
-    are asked for; runs of versions that did not keep it count as off."""
+    are asked for; runs of versions that did not keep it count as off. `at_s`: when it ended, in seconds since 1970; 0
+    for versions that did not keep it."""
 
     figures: str
     plan: str
@@ -87,6 +104,20 @@ class Run:
     first: Phase
     step: Phase
     sparsity: str = "off"
+    at_s: float = 0.0
+
+    def passes(self, phase: Phase) -> int:
+        """How many passes a phase of this run had; the first one counts as one."""
+        return self.decode_steps if phase is self.step else 1
+
+
+def cached(phase: Phase, s_per_byte: float) -> bool:
+    """Whether the bytes that a phase's dominant figure prices may have been in a cache: such a run is faster than the
+    RAM, which the probe measured. `s_per_byte`: what the figure is now, as measured."""
+    figure, share = phase.dominant.figure, phase.dominant.share
+    if (figure.lane, figure.term) != (CPU, "s_per_byte"):
+        return False
+    return share * phase.predicted_s / (s_per_byte * phase.taken) < _LEAST_RAM_BYTES
 
 
 def figures_id(machine: MachineSpec) -> str:
@@ -118,16 +149,22 @@ def history_file(machine_file: Path) -> Path:
 
 def note_run(
     machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation,
-    reads: Sequence[Pass] = (),
+    reads: Sequence[Pass] = (), taken: MachineSpec | None = None,
 ) -> None:  # fmt: skip
-    """Keeps a run. `machine`: with the figures that the prediction was made with. `reads`: the passes that it predicts
-    for the prompts, where these are others than the plan's. Where the file cannot be written, nothing is kept and
-    nothing raised: the answer is good all the same."""
+    """Keeps a run. `machine`: with its figures as measured; `taken`: as the prediction took them, where that differs.
+    `reads`: the passes that it predicts for the prompts, where these are others than the plan's. Where the file cannot
+    be written, nothing is kept and nothing raised: the answer is good all the same."""
+    taken = taken or machine
     steps, batch = generation.decode_steps, generation.batch
     if steps < _LEAST_STEPS:
         return
     prompt = max(1, generation.prompt_tokens)
     position = min(prompt + steps // 2, plan.context - 1)
+
+    def phase(predicted_s: float, measured_s: float, bound_by: str, most: Dominant) -> Phase:
+        before, now = machine.value(most.figure), taken.value(most.figure)
+        return Phase(predicted_s, measured_s, bound_by, most, now / before if before else 1.0)
+
     run = Run(
         figures=figures_id(machine),
         plan=plan_hash(plan),
@@ -137,19 +174,20 @@ def note_run(
         output_tokens=generation.output_tokens,
         decode_steps=steps,
         decode_s=generation.decode_s,
-        first=Phase(
+        first=phase(
             prediction.ttft_s,
             generation.batch_ttft_s,
             prediction.ttft_bound_by,
-            dominant.of_prompts(plan, prediction, machine, prompt, batch, reads),
+            dominant.of_prompts(plan, prediction, taken, prompt, batch, reads),
         ),
-        step=Phase(
+        step=phase(
             step_s(prediction, plan, batch),
             generation.decode_s / steps,
             prediction.bound_by,
-            dominant.of_decoding(plan, prediction, machine, position, batch),
+            dominant.of_decoding(plan, prediction, taken, position, batch),
         ),
         sparsity=_sparsity(plan),
+        at_s=time.time(),
     )
     with suppress(OSError):
         file = history_file(machine_file)
@@ -159,15 +197,15 @@ def note_run(
 
 
 def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
-    """The runs that were predicted with the figures that this machine has now, oldest first."""
+    """The runs that were predicted with the figures that this machine has now, as measured, oldest first."""
     figures, kept = figures_id(machine), []
     for line in _lines(history_file(machine_file)):
         if figures not in line:  # to parse it would take 70 µs
             continue
         with suppress(BadRequest, ValueError, RecursionError):
             run = codec.from_json(Run, json.loads(line))
-            seconds = [s for phase in (run.first, run.step) for s in (phase.predicted_s, phase.measured_s)]
-            if run.figures == figures and min(*seconds, run.decode_s) > 0:
+            above_0 = [n for phase in (run.first, run.step) for n in (phase.predicted_s, phase.measured_s, phase.taken)]
+            if run.figures == figures and min(*above_0, run.decode_s) > 0:
                 kept.append(run)
     return kept
 

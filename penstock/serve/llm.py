@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import BadRequest
 from penstock.hubs.where import Where
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.planning import default_cache
+from penstock.serve.pooling import Pool, chosen_pooling, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
@@ -165,6 +169,24 @@ class LLM:
         ids = self.engine.tokenizer.encode(text) if isinstance(text, str) else list(text)
         tokens = self.engine.scores(ids, likeliest).tokens()
         return Score(ids, [None, *(each.logprob for each in tokens)], [(), *(each.best for each in tokens)])
+
+    def embed(
+        self, texts: Prompts, *, pooling: Pool | None = None, normalize: bool = True, dimensions: int | None = None
+    ) -> NDArray[np.float32]:
+        """An embedding of each text, float32 [texts, D]: its hidden states behind the final norm, pooled. A text is a
+        string or a list of token ids. `pooling`: last or mean; None for what the model was made for, and the last token
+        for models that were not made for embeddings at all (`makes_embeddings`). `normalize`: at length 1.
+        `dimensions`: only the first so many numbers, which keeps the meaning of models alone that were trained for it.
+        Raises as `generate`, BadRequest for more dimensions than there are."""
+        given = prompt_list(texts)
+        chosen = chosen_pooling(pooling, self.engine.pooling)
+        ids = [self.engine.tokenizer.encode(each) if isinstance(each, str) else each for each in given]
+        return stacked(self.service().generate(ids, chosen), normalize, dimensions)
+
+    @property
+    def makes_embeddings(self) -> bool:
+        """Whether the model's files say that it was made for embeddings."""
+        return self.engine.pooling is not None
 
     def close(self) -> None:
         """Frees the model's memory. What other threads wait for ends with BadRequest."""

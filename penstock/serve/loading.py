@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.graph.check_plan import check_plan
-from penstock.planner.firing import Firing
+from penstock.planner.firing import Firing, sparsity_of
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import predict
 from penstock.planner.routing import RouterTrace
@@ -18,6 +18,7 @@ from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.host import Progress
 from penstock.runtime.probe import load_or_probe, machine_file
+from penstock.serve.lately import Lately, as_runs_show
 from penstock.serve.planning import default_cache, firing_of, routers_of
 from penstock.serve.session import Running
 from penstock.serve.tokenizer import Tokenizer
@@ -59,13 +60,15 @@ class Loading(Running):
 @dataclass(frozen=True)
 class Planned:
     """A plan and a device, before loading. `machine_file`: of the machine whose figures the prediction comes from; None
-    where a machine was given. `trace`: what routers were taken to say."""
+    where a machine was given. `lately`: its figures as measured, and as runs of the last days show them. `trace`: what
+    routers were taken to say."""
 
     ask: Ask
     how: Loading
     solved: Solved
     chosen: Chosen
     machine_file: Path | None
+    lately: Lately
     trace: RouterTrace | None
 
     @property
@@ -135,12 +138,17 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     if how.beside_bytes:
         beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
         chosen = replace(chosen, machine=beside)
-    trace = routers_of(packed.folder, packed.spec, ask.sparsity if how.plan is None else how.plan.sparsity)
+    sparsity = ask.sparsity if how.plan is None else how.plan.sparsity
+    shown = Lately(chosen.machine, chosen.machine)
+    if file is not None:
+        shown = as_runs_show(file, chosen.machine, packed.weights.name, sparsity_of(sparsity, packed.spec))
+        chosen = replace(chosen, machine=shown.machine)
+    trace = routers_of(packed.folder, packed.spec, sparsity)
     if how.plan is None:
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
         solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
-    return Planned(ask, how, solved, chosen, file, trace)
+    return Planned(ask, how, solved, chosen, file, shown, trace)
 
 
 def _as_given(

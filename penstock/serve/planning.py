@@ -10,7 +10,8 @@ from penstock.errors import BadRequest, UnsupportedModel
 from penstock.hubs.where import Where
 from penstock.models import own_weights, sources
 from penstock.models.hf.quantization import Quantization, quantization_of
-from penstock.planner.firing import Firing, expected, foretold, leveled, measured
+from penstock.planner.firing import Firing, expected, foretold, leveled, sparsity_of
+from penstock.planner.firing import measured as by_profile
 from penstock.planner.routing import RouterTrace, called, firing, recorded
 from penstock.planner.solve import Solved, solve
 from penstock.serve import shapes
@@ -91,17 +92,20 @@ def plan(
     """Where everything of a model would go and how fast it would be, before a byte is loaded.
 
     `model`: as `LLM`'s, a config.json, or the name of a bundled shape; of a model of the Hub that is not here only
-    headers are read. `machine`: None for this one, which is probed once.
-    `cache`: the folder that keeps its figures. `where`: places to look for models besides paths. `ask`: the fields of
-    `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
+    headers are read. `machine`: None for this one, which is probed once, and taken as its runs of the last days show
+    it. `cache`: the folder that keeps its figures. `where`: places to look for models besides paths. `ask`: the fields
+    of `spec.ask.Ask`, sizes in bytes. Raises DoesNotFit, BadRequest, UnsupportedModel or BrokenModel.
     """
-    if machine is None:
-        from penstock.runtime.probe import load_or_probe
-
-        machine = load_or_probe(Path(cache) if cache is not None else default_cache())
     asked = Ask(**ask)
     with to_plan(str(model), where or Where()) as path:
         spec, fmt = describe(path, parse_format(weights) if weights else None, to_plan=True)
+        if machine is None:
+            from penstock.runtime.probe import load_or_probe, machine_file
+            from penstock.serve.lately import as_runs_show
+
+            folder = Path(cache) if cache is not None else default_cache()
+            measured, file = load_or_probe(folder), machine_file(folder)
+            machine = as_runs_show(file, measured, fmt.name, sparsity_of(asked.sparsity, spec)).machine
         routers, firing = routers_of(path, spec, asked.sparsity), firing_of(path, spec, asked.sparsity)
         return solve(asked, spec, fmt, machine, part_disks(path), trace=routers, firing=firing)
 
@@ -114,7 +118,7 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
         return leveled(kept(model, spec), spec)
     if not (spec.fires and is_packed(model)):
         return None
-    firing = measured(kept(model, spec))
+    firing = by_profile(kept(model, spec))
     found = kept_predictors(model, spec) if sparsity == "predict" else None
     if found is None:
         return firing

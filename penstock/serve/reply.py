@@ -93,7 +93,7 @@ class Reply:
         if forced is not None and self._forced:
             token = self._sampler.force(forced)
         else:
-            token = self._sampler.next(logits, best, None if allowed is None else allowed.tokens)
+            token = self._sampler.next(logits, best, None if allowed is None else allowed.choice)
         answer.token_ids.append(token)
         if (count := self._sampler.params.logprobs) is not None:
             answer.logprobs.append(likely(logits, token, count))

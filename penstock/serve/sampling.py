@@ -25,6 +25,7 @@ from penstock.errors import BadRequest, BrokenModel
 from penstock.serve.schemas import Rule, checked_grammar, checked_schema, grammar_rule
 
 Floats = NDArray[np.float32]
+Choice = NDArray[np.bool_] | NDArray[np.int64]
 
 # top-p alone looks at the best few tokens first. To sort all of 128k entries costs 10 ms a token, to pick out 512 costs
 # 1 ms, and these hold 0.95 of the probability in nearly every step of a trained model.
@@ -220,19 +221,20 @@ class Sampler:
         self._rng = np.random.Generator(np.random.PCG64(params.seed))
 
     def next(
-        self, logits: Floats, best: tuple[float, int] | None = None, allowed: NDArray[np.bool_] | None = None
-    ) -> int:
+        self, logits: Floats, best: tuple[float, int] | None = None, allowed: Choice | None = None
+    ) -> int:  # fmt: skip
         """The next token's id. `logits`, float32 [V], is never written to: it may be the engine's own slot. `best`: the
-        largest logit and its id, where the head has found them already. `allowed`, bool [V]: ids that may come, at
-        least one; None for all. Raises BrokenModel for logits that are not finite."""
+        largest logit and its id, where the head has found them already. `allowed`: the ids that may come, at least one,
+        as bool [V], or int64 [n], rising; None for all. Raises BrokenModel for logits that are not finite."""
         if self.params.greedy and best is not None and not self.params.adjusts:
             _check_best(best[0])
-            if allowed is None or allowed[best[1]]:
+            if allowed is None or _holds(allowed, best[1]):
                 return best[1]
         check_finite(logits)
         logits = self._adjusted(logits)
+        few: NDArray[np.int64] | None = None
         if allowed is not None:
-            logits = np.where(allowed, logits, np.float32(-np.inf))
+            few, logits = _narrowed(allowed, logits)
         if self.params.greedy:
             chosen = int(np.argmax(logits))
         else:
@@ -241,7 +243,7 @@ class Sampler:
             # `side="right"` never lands on an entry of probability 0.
             place = int(np.searchsorted(bounds, self._rng.random() * bounds[-1], side="right"))
             chosen = int(ids[min(place, len(ids) - 1)])
-        return self.force(chosen)
+        return self.force(chosen if few is None else int(few[chosen]))
 
     def force(self, token: int) -> int:
         """This token comes next, whatever the logits are."""
@@ -283,6 +285,21 @@ class Sampler:
             times = np.array(list(self._chosen.values()), np.float32)
             logits[ids] -= params.presence_penalty + np.float32(params.frequency_penalty) * times
         return np.clip(logits, -most, most)
+
+
+def _holds(allowed: Choice, token: int) -> bool:
+    return bool(allowed[token]) if allowed.dtype == np.bool_ else token in allowed
+
+
+def _narrowed(allowed: Choice, logits: Floats) -> tuple[NDArray[np.int64] | None, Floats]:
+    """(ids, their logits alone), or (None, logits float32 [V], -inf where they are not allowed). Where less than a
+    quarter is allowed the first is less work, for whatever comes then."""
+    if allowed.dtype == np.bool_:
+        if 4 * np.count_nonzero(allowed) > len(allowed):
+            return None, np.where(allowed, logits, np.float32(-np.inf))
+        allowed = np.flatnonzero(allowed)
+    ids = allowed.astype(np.int64, copy=False)
+    return ids, logits[ids]
 
 
 class Likely(NamedTuple):

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
 from penstock.serve.pages import Ids, Move, Pages, Table
+from penstock.serve.pooling import Pool
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
@@ -46,7 +48,8 @@ class QueueFull(BadRequest):
 class Rows(NamedTuple):
     """Rows of one request in a pass: `tokens` tokens from position `start` on. `reads`: they are tokens of its prompt,
     and of what it said before it gave its pages back, and not only the last one of its answer. `logits`: of so many of
-    the last rows logits are wanted. `says`: one of them gives a token."""
+    the last rows logits are wanted, and of `hidden` hidden states. `says`: one of them gives a token, or ends a prompt
+    that is pooled."""
 
     request: int
     seq: int
@@ -55,6 +58,7 @@ class Rows(NamedTuple):
     reads: bool
     logits: int
     says: bool
+    hidden: int = 0
 
 
 class Step(NamedTuple):
@@ -76,6 +80,7 @@ class _Request:
     order: int  # in which requests arrived
     scores: bool  # logits of every token of the prompt are wanted
     most: int | None  # tokens of its answer, where no pass is expected after the last request's
+    pools: Pool | None  # which hidden states of its prompt are wanted, in place of logits
     seq: int = -1  # of the plan, while it has one
     table: Table | None = None  # its pages, while it has a sequence
     read: int = 0  # tokens that need not go through the model any more
@@ -89,9 +94,19 @@ class _Request:
         return len(self.prompt) + self.said
 
     @property
+    def ends(self) -> bool:
+        """Whether the pass under way is known to be its last one."""
+        return self.said >= (1 if self.pools else self.most or inf)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether logits of its prompt are left to be had."""
         return self.scores and not self.said
+
+    @property
+    def wants_all(self) -> bool:
+        """Whether every token of the prompt has to go through the model."""
+        return self.wants_scores or self.pools == "mean"
 
     @property
     def reads(self) -> bool:
@@ -174,16 +189,17 @@ class Scheduler:
 
     def submit(
         self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False,
-        most: int | None = None,
+        most: int | None = None, pools: Pool | None = None,
     ) -> None:  # fmt: skip
         """Takes a request with a prompt int32 [n]. `owner`: who sent it; what one owner's prompts left behind is for no
         other. `scores`: logits of every token of the prompt are wanted, so all of them go through the model, in passes
         whose logits the plan has room for. `most`: the most tokens of its answer, 1 or more, where nobody will ask
-        after the requests that are here: what a later pass would read is then not loaded for it. Raises QueueFull."""
+        after the requests that are here: what a later pass would read is then not loaded for it. `pools`: hidden states
+        of its prompt are wanted, and no answer. Raises QueueFull."""
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context
-        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores, most)
+        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores, most, pools)
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
@@ -237,7 +253,7 @@ class Scheduler:
 
     def _then(self) -> Stream | None:
         """What the pass after this one will read, if no request comes, and none goes before its answer is whole."""
-        requests = [each for each in self._requests.values() if each.most is None or each.said < each.most]
+        requests = [each for each in self._requests.values() if not each.ends]
         if not requests:
             return None
         free = self._free or len(requests) < len(self._requests)
@@ -251,10 +267,11 @@ class Scheduler:
         for request in requests:
             if request.table is not None:
                 batch, left = request.seq // size, request.tokens - request.read
-                logits |= left <= room[batch] or request.wants_scores
+                logits |= (left <= room[batch] and not request.pools) or request.wants_scores
                 room[batch] = max(0, room[batch] - left)
         if any(room) and any(request.table is None for request in requests):
-            return Stream("prefill", True)  # one of these may begin, and end too
+            pools = all(request.pools for request in requests)
+            return Stream("prefill", not pools)  # one of these may begin, and end too
         return Stream("prefill", logits, most - min(room) <= self._plan.asking_rows)
 
     def _settle(self) -> None:
@@ -301,7 +318,7 @@ class Scheduler:
                 break
             if request.seq < 0 and admits and (free := [s for s in self._free if room[s // size] > 0]):
                 ids = self._begins(request)
-                if not request.wants_scores and self.pages.lacks(request.digests, ids) in coming:
+                if not request.wants_all and self.pages.lacks(request.digests, ids) in coming:
                     continue
                 admits = self._admit(request, ids, min(free, key=lambda seq: (-room[seq // size], seq)))
             if request.table is None or request.id in spoke:
@@ -311,12 +328,14 @@ class Scheduler:
             count = min(request.tokens - request.read, left, room[batch])
             silent = request.scored if request.wants_scores else request.tokens - 1  # tokens that want no logits
             silent_rows = max(0, silent - request.read)
-            count = min(count, silent_rows + logits[batch])  # rows without room for logits wait for the next pass
+            if not request.pools:  # rows without room for logits wait for the next pass
+                count = min(count, silent_rows + logits[batch])
             if count <= 0:
                 continue
-            ends, wanted = request.read + count == request.tokens, max(0, count - silent_rows)
+            ends, wanted = request.read + count == request.tokens, 0 if request.pools else max(0, count - silent_rows)
+            hidden = 0 if not request.pools else count if request.pools == "mean" else int(ends)
             room[batch], logits[batch], left = room[batch] - count, logits[batch] - wanted, left - count
-            found.append(Rows(request.id, seq, request.read, count, True, wanted, ends))
+            found.append(Rows(request.id, seq, request.read, count, True, wanted, ends, hidden))
         return found
 
     def _begins(self, request: _Request) -> Ids:
@@ -330,18 +349,18 @@ class Scheduler:
         none has to give its pages back at once. Others that come later do not overtake it."""
         tables = [other.table for other in self._requests.values() if other.table is not None]
         growing = sum(len(table.pages) < self._most_pages for table in tables)
-        table = self.pages.begin(request.digests, ids, growing, reuse=not request.wants_scores)
+        table = self.pages.begin(request.digests, ids, growing, reuse=not request.wants_all)
         if table is not None:
             self._free.remove(seq)
             request.seq, request.table, request.read = seq, table, table.written
         return table is not None
 
     def _batch(self, number: int, members: Sequence[Rows]) -> Batch:
-        _, seqs, start, rows, _, wanted, _ = zip(*members, strict=True)
+        _, seqs, start, rows, _, wanted, _, hidden = zip(*members, strict=True)
         last = zip(accumulate(rows), wanted, strict=True)
         logits = tuple(row for end, count in last for row in range(end - count, end))
         pages = tuple(self._pages_of(each) for each in members)
-        return Batch(number, seqs, start, rows, logits, (), pages)
+        return Batch(number, seqs, start, rows, logits, (), pages, any(hidden))
 
     def _pages_of(self, rows: Rows) -> tuple[int, ...]:
         """The plan's pages of a request up to the end of its rows."""

@@ -30,6 +30,7 @@ from penstock.serve.generation import Generation
 from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
 from penstock.serve.pages import Move
+from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams, ids_of
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
@@ -43,7 +44,7 @@ _SAVING_S = 10.0  # in which pages are still kept when the service ends
 class _Open:
     """A request that has not ended."""
 
-    reply: Reply
+    reply: Reply | Pooled
     tell: Tell
     priority: int
     arrived_s: float
@@ -115,26 +116,33 @@ class Service:
         return cls(engine, prompt_rows=rows, queue=1 << 60, mixed="prefill", threaded=threaded, on_pass=on_pass)
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, tell: Tell, priority: int = 0, owner: str = "",
-        streams: bool = True,
+        self, prompt_ids: Sequence[int], params: SamplingParams | Pooling, tell: Tell, priority: int = 0,
+        owner: str = "", streams: bool = True,
     ) -> int:  # fmt: skip
         """Takes a request and returns its number. `tell` is called by the service's own thread, and must not wait.
-        `owner`: what a prompt leaves in memory is shared with prompts of the same owner. `streams`: whether text is
-        wanted as soon as it is certain, and not only at the end.
+        `params`: with `Pooling` it is for an embedding, and nothing is told before its end. `owner`: what a prompt
+        leaves in memory is shared with prompts of the same owner. `streams`: whether text is wanted as soon as it is
+        certain, and not only at the end.
 
         Raises BadRequest for prompts that are no ids of this model or do not fit the context, and after `refuse`;
         QueueFull."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
-        about = {"batch": 1, "context": engine.plan.context}
-        reply = Reply(engine.tokenizer, ids, params, **about, streams=streams, guide=engine.guide(params))
-        most, scores = None if self._threaded else max(1, reply.limit), params.prompt_logprobs is not None
+        reply: Reply | Pooled
+        scores, pools = False, None
+        if isinstance(params, Pooling):
+            reply, pools = Pooled(ids, params, engine.plan.context), params.pool
+        else:
+            about = {"batch": 1, "context": engine.plan.context}
+            reply = Reply(engine.tokenizer, ids, params, **about, streams=streams, guide=engine.guide(params))
+            scores = params.prompt_logprobs is not None
+        most = None if self._threaded else max(1, reply.limit)
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
                 raise BadRequest(self._refuses)
             number = self._next_id
-            self._scheduler.submit(number, ids, priority, now_s, owner, scores, most)
+            self._scheduler.submit(number, ids, priority, now_s, owner, scores, most, pools)
             self._next_id += 1
             self._open[number] = _Open(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
@@ -187,7 +195,7 @@ class Service:
             self._changed.notify_all()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Pooling | Sequence[SamplingParams]
     ) -> list[Generation]:
         """Waits for the answers to some prompts, in their order. `params`: of all, or of each. Threads that call it
         share passes. Where one answer fails, the others are cancelled. Raises as `submit`, and what fails an answer;
@@ -203,7 +211,7 @@ class Service:
                 self.cancel(number)
 
         try:
-            each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+            each = [params] * len(prompts) if isinstance(params, SamplingParams | Pooling) else params
             for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 numbers.append(self.submit(prompt, one, partial(hear, i), streams=False))
             if not self._threaded:
@@ -336,13 +344,17 @@ class Service:
                 self._scheduler.forget()
         else:
             speaking: list[Rows] = []
-            for rows, logits, best in zip(step.rows, logits_of_batches, session.best, strict=True):
-                end = 0
+            found = zip(step.rows, logits_of_batches, session.best, session.hidden, strict=True)
+            for rows, logits, best, hidden in found:
+                end = last = 0
                 for r in rows:
-                    first, end = end, end + r.logits
+                    first, end, last = end, end + r.logits, last + r.tokens
                     with _failing_alone(r, ended):
-                        self._hear(r, logits[first:end], best[first:end])
-                        speaking += [r] if r.says else []
+                        if r.hidden and hidden is not None:
+                            self._pool(r, hidden[last - r.hidden : last], ended)
+                        elif r.logits:
+                            self._hear(r, logits[first:end], best[first:end])
+                            speaking += [r] if r.says else []
             told = self._say(speaking, ended)
             if self._on_pass is not None:
                 self._on_pass(step)
@@ -355,10 +367,20 @@ class Service:
         for tell, what in told:
             tell(what)
 
+    def _pool(self, r: Rows, hidden: NDArray[np.float32], ended: dict[int, Told]) -> None:
+        """Takes the last `r.hidden` rows of a request, float32 [n, D], for its embedding, which may be whole then."""
+        request = self._open[r.request]
+        assert isinstance(request.reply, Pooled)
+        request.reply.take(r.start + r.tokens - r.hidden, hidden)
+        if r.says:
+            request.reply.answer.ttft_s = time.perf_counter() - request.arrived_s
+            ended[r.request] = Ended(request.reply.answer)
+
     def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> None:
         """Takes the last `r.logits` rows of a request, logits float32 [n, V], for its answer."""
         reply = self._open[r.request].reply
-        if r.logits and r.reads and reply.answer.prompt_scores is not None:
+        assert isinstance(reply, Reply)
+        if r.reads and reply.answer.prompt_scores is not None:
             reply.hear(r.start + r.tokens - r.logits, logits)
         if r.says:
             reply.choose(logits[-1], best[-1])
@@ -370,12 +392,13 @@ class Service:
         each of eight answers a pass took 286 ms instead of 222. Meanwhile a disk of 2.7 GB/s fills a ring of 64 MiB in
         25 ms, and stands still."""
         requests, tokenizer = [self._open[r.request] for r in speaking], self.engine.tokenizer
-        tokenizer.advance([request.reply.text for request in requests])
-        newest = [each for request in requests for each in request.reply.answer.logprobs[-1:]]
+        replies = [request.reply for request in requests if isinstance(request.reply, Reply)]
+        tokenizer.advance([reply.text for reply in replies])
+        newest = [each for reply in replies for each in reply.answer.logprobs[-1:]]
         tokenizer.prefetch_texts(ids_of(newest))
         told: list[tuple[Tell, Told]] = []
-        for r, request in zip(speaking, requests, strict=True):
-            reply, answer = request.reply, request.reply.answer
+        for r, request, reply in zip(speaking, requests, replies, strict=True):
+            answer = reply.answer
             with _failing_alone(r, ended):
                 piece, tokens = reply.say(), len(answer.token_ids)
                 if tokens > request.tokens:

@@ -104,11 +104,18 @@ class Session:
         self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
-        self.loading = NOTHING  # bytes and seconds of loading the weights that stay, before the first pass
-        self.loads = 0  # how many loads these were
+        # Of the last pass, per batch: hidden states float32 [T, d_embed], None where they were not wanted.
+        self.hidden: list[NDArray[np.float32] | None] = []
+        # Bytes and seconds of loading the weights that stay, before the first pass, and how many loads that were. Not
+        # counted is what was loaded while pages were taken still: that waits for the memory, and not for the disk.
+        self.loading, self.loads = NOTHING, 0
+        # Seconds until the weights that stay were there, and those in which the system made the arenas' pages ready.
+        self.ready_s = self.pages_s = 0.0
         self.held = Held()  # what its sequences hold
         self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
-        self.passes = 0  # that were begun: who finds another number than before knows that others wrote over KV
+        # Passes that were begun, and late saves that failed: who finds another number than before knows that KV is no
+        # more what it was.
+        self.passes = 0
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
@@ -123,7 +130,7 @@ class Session:
         opened.callback(self.reader.close)
         if device is not None:
             opened.callback(device.close)
-        self._arenas = Arenas(plan, device.allocate if device is not None else None)
+        self._arenas = Arenas(plan, device.allocate if device is not None else None, ahead=True)
         opened.callback(self._arenas.close)
         self.kv_file: KvFile | None = None
         if kv_bytes := plan.tier_bytes().get(DISK.tier, 0):
@@ -148,7 +155,7 @@ class Session:
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Runs one pass. `tokens[i]`: the ids of p.batches[i], int32 [T]. Returns the logits of each batch, float32
-        [n, V], for its n rows that want them. They are views that hold until the next pass.
+        [n, V], for its n rows that want them. They are views that hold until the next pass, as those of `hidden` do.
 
         Raises BadRequest after `close`, DamagedModel, StorageFailed, DeviceFailed."""
         with self._stepping:
@@ -181,7 +188,7 @@ class Session:
         self.consumed_bytes = self._traffic.streamed_bytes + self._binding.fetched_bytes
         self.held.note(p, tokens)
         self._tell(timeline, p)
-        logits, self.best = [], []
+        logits, self.best, self.hidden = [], [], []
         for batch in p.batches:
             n = len(batch.logits)
             best = self._arenas.view(self.lowering.layout.act(HOST, batch.id, "best", 8 * n))
@@ -189,6 +196,9 @@ class Session:
             self.best.append(list(zip(values.tolist(), ids.tolist(), strict=True)))
             slot = self.lowering.layout.act(HOST, batch.id, "logits", 4 * n * spec.vocab)
             logits.append(self._arenas.array(slot, np.float32, (n, spec.vocab)))
+            shape = (batch.total_rows, spec.d_embed)
+            rows = self.lowering.layout.act(HOST, batch.id, "rows", 4 * shape[0] * shape[1])
+            self.hidden.append(self._arenas.array(rows, np.float32, shape) if batch.hidden else None)
         return logits
 
     def settled_kv(self) -> KvPages:
@@ -342,8 +352,9 @@ class Session:
             try:
                 self._tell(self._executor.drain(), None)
             except PenstockError:  # a load for a pass that never came; a broken disk fails the next pass too
-                if self._saves_late:  # or KV that was not saved, which nobody may find again
+                if self._saves_late:  # or KV that was not saved, which nobody may find again, a service neither
                     self.held.forget()
+                    self.passes += 1
                 self._start_over()
 
     def _start_over(self) -> None:
@@ -362,7 +373,9 @@ class Session:
             watch(timeline, p)
 
     def _counted(self, p: Pass) -> Iterator[Task]:
-        return self._traffic.counted(self.lowering.step(p, self._asked))
+        # A timeline tells of each task's own bytes, so it is made of tasks that have them.
+        by_batches = self._binding.by_batches and self.device is None and not self.watchers
+        return self._traffic.counted(self.lowering.step(p, self._asked, by_batches))
 
     def _asked(self, call: Call) -> Sequence[Sequence[int]]:
         """The answer of a router's call, whose task is done first."""
@@ -376,7 +389,7 @@ class Session:
         asked = [units[u] for u in layout.asked]
         placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
         total = sum(slot.nbytes for slot in placed) + sum(map(self.plan.unit_bytes, asked))
-        done, start_s = 0, time.perf_counter()
+        done, done_ahead, start_s = 0, 0, time.perf_counter()
         told_s = start_s
         loads = (
             self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
@@ -397,6 +410,8 @@ class Session:
         kept = keep_asked(self.plan, layout, self.reader, self._arenas)
         for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
             done, self.loads = done + nbytes, self.loads + 1
+            if self._arenas.taking_s is None:
+                done_ahead, self.loads, start_s = done, 0, time.perf_counter()
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
@@ -404,7 +419,9 @@ class Session:
             part, slot = layout.predictor_part(each), layout.predictors[each.layer]
             require_finite(packed.locate(part.key, 0, 0)[0], part, 0, self._arenas.view(slot).reshape(1, -1))
         self.loaded_bytes = self.reader.bytes_read
-        self.loading = Read(self.loaded_bytes, time.perf_counter() - start_s)
+        self.loading = Read(self.loaded_bytes - done_ahead, time.perf_counter() - start_s)
+        self._arenas.settle()
+        self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
 
 
 def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:

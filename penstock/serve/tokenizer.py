@@ -125,9 +125,9 @@ class Tokenizer:
 
     def stream(self, whole: bool = False, skip_special: bool = True) -> TextStream | Whole:
         """Makes text of one answer's ids. `whole`: no text is wanted before the end. `skip_special`: special tokens
-        have none."""
-        if whole:
-            return Whole(self, skip_special)
+        have none. Where they are shown they cut the text, and what follows is decoded apart, of a whole answer too."""
+        if whole and skip_special:
+            return Whole(self)
         task = self._limits.task("decoding an answer with it")
         name = None if skip_special else lambda i: self.texts([i])[i]
         return TextStream(self._child, task, self._special, self._bytes, name)
@@ -256,8 +256,8 @@ class TextStream:
 class Whole:
     """A TextStream whose only piece comes at the end. It makes one request, and not one for each token."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._ids: list[int] = []
 
     def take(self, token: int) -> None:
@@ -268,7 +268,7 @@ class Whole:
 
     def finish(self) -> str:
         """The text of all ids."""
-        return self._tokenizer.decode(self._ids, self._skip_special)
+        return self._tokenizer.decode(self._ids)
 
 
 class StopStrings:

@@ -247,6 +247,19 @@ class MachineSpec:
         )
         return replace(self, rates=rates)
 
+    def value(self, figure: Figure) -> float:
+        """The number that a figure names; 0 where this machine has no such rate."""
+        return next((getattr(r, figure.term) for r in self.rates if r.figure(figure.term) == figure), 0.0)
+
+    def longer(self, picks: Callable[[Figure], bool], times: float) -> MachineSpec:
+        """The same machine, but bytes and flops of the figures that `picks` picks take so many `times` as long."""
+
+        def of(rate: Rate) -> Rate:
+            by_bytes, by_flops = (times if picks(rate.figure(term)) else 1.0 for term in ("s_per_byte", "s_per_flop"))
+            return replace(rate, s_per_byte=rate.s_per_byte * by_bytes, s_per_flop=rate.s_per_flop * by_flops)
+
+        return replace(self, rates=tuple(map(of, self.rates)))
+
     def reads_of(self, lane: Lane, nbytes: int) -> Reads:
         """How loads of so many bytes are read. Of the entries that cover them it is the one for the fewest bytes, else
         USUAL_READS."""

@@ -14,6 +14,7 @@ from penstock.spec.format import Format, Mixed
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import Part, parts_by_key
 from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
+from penstock.units import MIB
 
 SCHEMA, VERSION = "penstock.plan", 3
 
@@ -22,6 +23,9 @@ SCHEMA, VERSION = "penstock.plan", 3
 # between.
 ORDERS = ("overlapped", "saving", "flexgen")
 IO_ENGINES = ("threads", "io_uring")
+# The most bytes that one load brings, in plans of ours. Direct reads of 4 MiB and more run at the disk's full rate
+# (docs/LOG.md).
+UNIT_BYTES = 16 * MIB
 # What is done about neurons that do not fire: nothing; or what their zero multiplies is left out (PowerInfer §3); or
 # also the neurons that predictors call inactive are taken for zeros, and left out whole; or activations below a level
 # are taken for zeros.

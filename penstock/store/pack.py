@@ -30,6 +30,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
 from penstock.spec.parts import PINNED, Block, Part, parts
 from penstock.spec.profile import Profile
+from penstock.store import pooling
 from penstock.store.blocks import encode_blocks
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes, storage_errors, write_bytes
@@ -109,12 +110,14 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
             raise BadRequest(f"{src} is quantised: its neurons cannot lie in another order, go without --profile")
         weights = weights or kept
         if checkpoint.gguf is not None:
-            extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own})}
+            said = pooling.said_by(pooling.of_gguf(checkpoint.gguf.metadata))
+            extras = gguf_text_files(checkpoint.gguf) | {CONFIG: _as_json({**config, "torch_dtype": own, **said})}
         else:
             extras = {
                 name: read_bytes(folder / name, MAX_COPIED_BYTES) for name in COPIED if os.path.lexists(folder / name)
             }
-            extras[CONFIG] = _config_bytes(folder / CONFIG, config, own)
+            said = pooling.said_by(pooling.of_folder(folder))
+            extras[CONFIG] = _config_bytes(folder / CONFIG, config, own, said)
         orders = {} if profile is None else orders_by(profile, spec)
         packing = Packing(checkpoint, parts(spec, weights), sources_in(checkpoint, spec), weights, extras, orders)
         packing.check_shapes(says_experts(config))
@@ -142,13 +145,13 @@ def threads() -> int:
     return min(8, len(os.sched_getaffinity(0)) + 3)
 
 
-def _config_bytes(file: Path, config: dict[str, Any], own: str) -> bytes:
+def _config_bytes(file: Path, config: dict[str, Any], own: str, said: dict[str, str]) -> bytes:
     """The content of the packed model's config.json: the checkpoint's, but with the number format corrected to `own`
-    where it says another one, for the packed parts must follow from it."""
+    where it says another one, for the packed parts must follow from it, and with what it `said` elsewhere."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
-    if str(config.get(key, "float32")).removeprefix("torch.") == own:
+    if str(config.get(key, "float32")).removeprefix("torch.") == own and not said:
         return read_bytes(file, MAX_COPIED_BYTES)
-    return _as_json({**config, key: own})
+    return _as_json({**config, key: own, **said})
 
 
 def _as_json(content: dict[str, Any]) -> bytes:

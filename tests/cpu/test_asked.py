@@ -340,8 +340,8 @@ def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: i
         session, picked, asked_bytes = engine.session, list[int](), 0
         step = session.lowering.step
 
-        def noting(p: Pass, answer: Any) -> Iterator[Task]:
-            for task in step(p, answer):
+        def noting(p: Pass, answer: Any, by_batches: bool) -> Iterator[Task]:
+            for task in step(p, answer, by_batches):
                 picked.extend(call.bytes for call in task.calls if isinstance(call.operands, ops.Pick))
                 yield task
 

@@ -16,8 +16,8 @@ from penstock.spec.format import parse_format
 from penstock.store import cache as caches
 from penstock.store import copies
 from penstock.store.pack import pack
+from tests.cpu.cached_copies import make_checkpoint, names, resolved
 from tests.cpu.commands import apart, here, machine_cache, refused
-from tests.cpu.test_cache import make_checkpoint, names, resolved
 
 
 def listed(capsys: pytest.CaptureFixture[str], cache: Path) -> dict[str, dict[str, Any]]:

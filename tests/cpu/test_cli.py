@@ -69,6 +69,31 @@ def test_planning_imports_neither_torch_nor_numpy():
     assert done.stdout.strip() == "False"
 
 
+def test_a_command_without_numbers_imports_no_pydantic():
+    """Typer converts with it, which takes 70 ms. Texts, flags and defaults are let through."""
+    code = (
+        "import sys; from penstock.cli.main import main; "
+        "code = main(['plan', 'llama-3.2-1b', '--weights', 'int4', '--machine', 'pc-32gb-nvme', '--compare']); "
+        "print(code, [m for m in ('pydantic', 'penstock.cli.run', 'torch', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--context", "x"], "'--context'"), (["--context", "0"], "'--context'"), (["--weights"], "--weights"),
+        (["--context", "512", "--batch", "2", "--no-verify"], ""),
+    ],
+)  # fmt: skip
+def test_what_is_not_let_through_is_converted(args, says, capsys):
+    code = main.main(["plan", "llama-3.2-1b", "--machine", "pc-32gb-nvme", *args])
+    said = capsys.readouterr()
+    assert code == (2 if says else 0) and says in said.err
+    assert says or "context 512 tokens × 2 sequences" in said.out
+
+
 def test_help_names_every_command():
     done = penstock()
     assert done.returncode == 0

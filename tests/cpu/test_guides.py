@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -145,10 +146,18 @@ def test_every_token_has_its_bytes() -> None:
 
 
 def test_masks_as_they_come() -> None:
-    allowed = Allowed(bytes([0b0001_0011, 0]), 6, frozenset([3, 99]), 4)
-    assert allowed.tokens.tolist() == [True, True, False, True, False, False] and allowed.end and not allowed.only_end
-    last = Allowed(bytes([0b0001_0000]), 6, frozenset([3]), 4)
-    assert last.end and last.only_end and last.tokens.tolist() == [False, False, False, True, False, False]
+    def bits(*values: int) -> str:
+        return base64.b64encode(bytes(values)).decode()
+
+    for mask in (bits(0b0001_0011, 0), [0, 1, 4]):
+        allowed = Allowed(mask, 6, frozenset([3, 99]), 4)
+        assert allowed.tokens.tolist() == [True, True, False, True, False, False]
+        assert allowed.end and not allowed.only_end
+    assert allowed.choice.tolist() == [0, 1, 3]
+    for mask in (bits(0b0001_0000), [4]):
+        last = Allowed(mask, 6, frozenset([3]), 4)
+        assert last.tokens.tolist() == [False, False, False, True, False, False] and last.end and last.only_end
+    assert not Allowed([5], 6, frozenset([3]), 4).end
 
 
 def small(draw: Any, depth: int) -> Any:
@@ -239,6 +248,29 @@ def test_json_object_and_recursion(engine: Engine) -> None:
     text = engine.generate([[5]], greedy)[0].text
     assert text.lstrip().startswith("{")
     assert "".join(engine.stream([5], greedy)) == text
+
+
+def test_masks_that_take_long_end_their_answer_and_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each within its limit: whoever is in the same pass would wait for every one of them."""
+    slow, quick = ({"type": "array", "items": {"type": kind}, "minItems": 12} for kind in ("integer", "boolean"))
+    ask = engine.guides._confined.ask
+    rules: dict[int, str] = {}
+
+    def slowly(action: str, arguments: list[Any], task: Any) -> tuple[Any, float]:
+        answer, taken_s = ask(action, arguments, task)
+        if action == "begin":
+            rules[arguments[0]] = arguments[2]
+        return answer, 0.2 if "integer" in rules.get(arguments[0], "") else taken_s
+
+    monkeypatch.setattr(engine.guides._confined, "ask", slowly)
+    heard = [Heard(), Heard()]
+    with closing(Service(engine, prompt_rows=4, queue=100)) as service:
+        for schema, each in zip((slow, quick), heard, strict=True):
+            params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, json_schema=json.dumps(schema))
+            service.submit([5], params, each.tell)
+        (text, failed), (_, ended) = (each.end() for each in heard)
+    assert isinstance(failed, Failed) and "others wait meanwhile" in failed.error.message
+    assert isinstance(ended, Ended) and len(text) < 40
 
 
 def test_answers_together_are_those_alone(engine: Engine) -> None:

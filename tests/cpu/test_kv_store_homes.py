@@ -244,6 +244,30 @@ def test_what_a_failed_save_left_is_not_found_again(folder: Path, monkeypatch: p
         assert again.token_ids == first.token_ids and again.cached_tokens == 0
 
 
+def test_a_service_does_not_go_on_from_what_was_not_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves may be waited for by others than the service, between two of its requests."""
+    with opened(folder, "a disk") as engine, closing(Service(engine, prompt_rows=8, queue=9)) as service:
+        session, executor, answers = engine.session, engine.session._executor, []
+        drain = executor.drain
+
+        def fails() -> None:
+            drain()
+            raise StorageFailed("the disk is full")
+
+        for _ in range(3):
+            heard = Heard()
+            service.submit(PROMPT, PARAMS, heard.tell)
+            _, told = heard.end()
+            assert isinstance(told, Ended) and service.idle(10)
+            answers.append(told.answer)
+            with engine.held(), monkeypatch.context() as patched:
+                if len(answers) == 2:
+                    patched.setattr(executor, "drain", fails)
+                session.drain()
+    assert [said(answer) for answer in answers[1:]] == [said(answers[0])] * 2
+    assert [answer.cached_tokens > 0 for answer in answers] == [False, True, False]
+
+
 def test_a_gpus_memory_is_refused_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device's can be seen; a GPU's cannot."""
     with opened(folder, "a device") as engine:

@@ -90,6 +90,17 @@ def test_populate_makes_pages_present_and_keeps_contents() -> None:
     assert view(memory)[5] == 9 and view(memory).sum() == 9
 
 
+def test_populate_takes_a_range() -> None:
+    memory = native.Memory(64 * MIB, huge=False)
+    before = resident_bytes()
+    memory.populate(2, 16 * MIB, 32 * MIB)
+    assert before + 15 * MIB < resident_bytes() < before + 20 * MIB
+    memory.populate(2, 63 * MIB, 1 << 60)  # beyond the end there is nothing to take
+    for lo in (1, 65 * MIB):
+        with pytest.raises(ValueError, match="4096"):
+            memory.populate(1, lo)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

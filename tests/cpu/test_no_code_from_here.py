@@ -18,6 +18,7 @@ from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.hub import server as hub_server
 from tests.cpu.test_serve import serving
 from tests.cpu.traps import SCRIPT, Trap
+from tests.syntax import tree_of
 
 CONFIG = {**MOE, "vocab_size": 300}  # `profile` wants experts
 PACKAGE = Path(penstock.__file__).parent
@@ -67,7 +68,7 @@ def test_a_command(command: str, trap: Trap, cache: Path, tmp_path: Path) -> Non
 
 
 def test_no_command_is_left_out() -> None:
-    names = {command.name for command in app.registered_commands}
+    names = {command.name for command in app().registered_commands}
     assert names == {command.split()[0] for command in COMMANDS if command != "--help"} | APART
 
 
@@ -156,7 +157,7 @@ def test_every_process_is_started_by_that_command() -> None:
     """`runtime.child.command`, which knows the flags."""
     starters = {"multiprocessing", "system", "popen", "posix_spawn", "posix_spawnp", "execv", "execvp", "execve"}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 assert starters.isdisjoint(alias.name for alias in node.names), path
             elif isinstance(node, ast.Attribute):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.page_shots import STATES, State, shown
+from tests.cpu.commands import ROOT
 from tests.cpu.test_serve import Server, serving
 from tests.cpu.test_tools import BUNDLED
 
@@ -150,7 +152,7 @@ def test_a_models_markup_is_text(page: Any) -> None:
     )
     page.wait_for_selector("#messages > article.assistant pre")
     found = page.locator("#messages")
-    for name, count in (("img", 0), ("script", 0), ("b", 0), ("strong", 1), ("pre", 1), ("h3", 1)):
+    for name, count in (("img", 0), ("script", 0), ("b", 0), ("strong", 1), ("pre", 1), ("h2", 1)):
         assert found.locator(name).count() == count, name
     assert found.locator("ul li").count() == 2
     assert [link.get_attribute("href") for link in found.locator("a").all()] == ["https://example.org/a"]
@@ -182,6 +184,26 @@ def test_narrow_and_dark(browser: Any, server: Server, width: int, dark: bool, t
         page.get_by_role("button", name="Machine").click()
         assert page.locator("#machine").is_visible()
     context.close()
+
+
+AXE = ROOT / "build" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
+
+
+@needs_browser
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core here: `make build/axe` fetches it by npm")
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+def test_axe_finds_nothing(browser: Any, server: Server, state: State) -> None:
+    """Neither serious nor any other findings, in the states that docs/page shows."""
+    with shown(browser, f"http://127.0.0.1:{server.port}/", state, bypass_csp=True) as page:
+        page.add_script_tag(path=AXE)
+        found = page.evaluate("() => axe.run().then((found) => found.violations)")
+    told = [(each["impact"], each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+    assert not told, told
+
+
+def test_the_pictures_are_small_and_of_these_states() -> None:
+    pictures = {file.stem: file.stat().st_size for file in (ROOT / "docs" / "page").glob("*.png")}
+    assert pictures.keys() == {state.name for state in STATES} and sum(pictures.values()) <= 600_000
 
 
 def test_what_is_sent(server: Server) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.graph.check_plan import check_plan
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo.memory import PIPELINES, Choice
+from penstock.planner.solve.pipo.memory import PIPELINES, Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.store.packed import Packed
@@ -30,6 +30,6 @@ def test_a_pipeline_is_exact(
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
     problem = Problem(ask, packed.spec, packed.weights, WITH_DEVICE)
     for share in (0.0, 0.5):
-        plan = pipo.plan(problem, Choice(home, pipeline, share), "host", chunk_rows=32)
+        plan = pipo.plan(problem, Configuration(home, pipeline, share), "host", chunk_rows=32)
         check_plan(plan, packed.spec, packed.weights)
         assert np.abs(on_device(packed, plan) - oracle[name, "float32"]).max() <= NEAR["float32"]

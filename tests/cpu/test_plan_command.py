@@ -44,7 +44,7 @@ def test_json(call: Call, model: Path) -> None:
     assert done.code == 0, done
     report = done.report
     more = {"one_more_gib", "one_more_device_gib", "faster_disk", "faster_link", "other_formats"}
-    chosen = {"plan", "predicted", "strategy", "cannot_run", "not_yet", "reasons"}
+    chosen = {"plan", "predicted", "strategy", "cannot_run", "not_yet", "reasons", "rates"}
     assert {*chosen, "limits", "band", "compared", *more} == set(report)
     band, p = report["band"], report["predicted"]
     assert (band["decode"], band["ttft"], band["runs"], band["ttft_runs"]) == (0.25, 0.25, 0, 0)
@@ -93,7 +93,7 @@ def test_the_table_and_a_picture(
     file.write_text(f"{BEGINS}/>")
     done = here(capsys, "plan", model, "--machine", machine, "--svg", file, "--host-memory", "12GiB")
     assert (done.code, done.err) == (0, "")
-    assert " of 12.0 GiB" in done.out and "error band × or ÷ 1.25, assumed" in done.out
+    assert " of 12.0 GiB" in done.out and "error band" not in done.out
     root = ElementTree.parse(file).getroot()
     assert root.tag.endswith("svg") and any(model.name in (node.text or "") for node in root.iter())
     assert list(tmp_path.glob("plan.svg*")) == [file]
@@ -140,4 +140,4 @@ def test_a_large_model(large: Path, machine: Path) -> None:
     """How long that takes, `bench.startup` measures."""
     done = apart("plan", large, "--machine", machine, "--weights", "int4")
     assert done.code == 0, done
-    assert "bound by the disk" in done.out and "one more GiB of RAM: " in done.out
+    assert "bound by the disk" in done.out and "faster: " in done.out

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.graph.check_plan import check_plan
 from penstock.planner.solve.flexgen.program import Shares
-from penstock.planner.solve.flexgen.shape import Shape
+from penstock.planner.solve.flexgen.shape import BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -29,7 +29,7 @@ def test_a_policy_is_exact(
 ) -> None:
     packed = models[name]
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
-    shape = Shape(Problem(ask, packed.spec, packed.weights, WITH_DEVICE), GPU.executor, 1, 2, 32, attends)
+    shape = BlockShape(Problem(ask, packed.spec, packed.weights, WITH_DEVICE), GPU.executor, 1, 2, 32, attends)
     for mode in modes(shape):
         plan = shape.plan(_even(mode.weights), _even(mode.kv))
         check_plan(plan, packed.spec, packed.weights)

@@ -95,5 +95,5 @@ def test_its_band_is_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file = tmp_path / "cache" / "machines" / machine_file(tmp_path).name
     file.parent.mkdir(parents=True)
     file.write_text(machines.dumps(replace(MACHINE, rough=True)))
-    said = here(capsys, "plan", "llama-3.2-1b", "--weights", "int4", "--cache", tmp_path / "cache")
+    said = here(capsys, "plan", "llama-3.2-1b", "--weights", "int4", "--why", "--cache", tmp_path / "cache")
     assert "error band × or ÷ 1.50, assumed" in said.out, said

@@ -46,18 +46,18 @@ def test_runs_give_the_band_and_short_ones_no_calibration(
     model: Path, cache: Path, calibrate: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = machine_file(cache)
-    assert "assumed: no runs" in here(capsys, "plan", model, "--cache", cache).out
+    assert "assumed: no runs" in here(capsys, "plan", model, "--why", "--cache", cache).out
     reports = [here(capsys, "run", model, "ab", *FLAGS, "--cache", cache).report for _ in range(4)]
     kept = runs(file, MACHINE)
     assert [1 / run.step.measured_s for run in kept] == pytest.approx([r["decode_tokens_per_s"] for r in reports])
     assert {(run.decode_steps, run.output_tokens, run.weights) for run in kept} == {(11, 12, "float32")}
     assert len({run.plan for run in kept}) == 1
-    plan = here(capsys, "plan", model, "--cache", cache)
+    plan = here(capsys, "plan", model, "--why", "--cache", cache)
     assert "from the last 4 runs like this one on this machine" in plan.out
     band = here(capsys, "plan", model, "--cache", cache, "--json").report["band"]
     assert band["runs"] == 4 and not band["assumed"]["decode"] and band["decode_tokens_per_s"][0] > 0
     # A model of a thousand times the size has its own band.
-    other = here(capsys, "plan", "llama-3.2-1b", "--cache", cache)
+    other = here(capsys, "plan", "llama-3.2-1b", "--why", "--cache", cache)
     assert "error band × or ÷ 1.25, assumed: no runs like this one" in other.out
     before = file.read_bytes()
     done = calibrate()

@@ -242,3 +242,23 @@ def test_log_probabilities_are_the_models_own(values, count, data):
 def test_what_is_beyond_its_range_is_refused(field, value):
     with pytest.raises(BadRequest, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("count", [1, 3, 40, 90])
+def test_few_ids_are_chosen_among_as_a_mask_does(count: int) -> None:
+    """As ids, as bools of which few are set, and where most are: always what the whole array gives."""
+    rng = np.random.default_rng(count)
+    for seed in range(40):
+        logits = rng.normal(size=100).astype(np.float32) * 3
+        ids = np.sort(rng.choice(100, count, replace=False))
+        mask = np.zeros(100, np.bool_)
+        mask[ids] = True
+        params = SamplingParams(
+            temperature=seed % 3 / 2, top_k=seed % 4 * 5, top_p=1 - 0.1 * (seed % 2), min_p=0.01 * (seed % 3), seed=seed
+        )
+        masked = np.where(mask, logits, np.float32(-np.inf))
+        best = (float(logits.max()), int(logits.argmax()))
+        chosen = {Sampler(params, []).next(logits, best, allowed) for allowed in (mask, ids)}
+        assert len(chosen) == 1 and mask[chosen.pop()]
+        if params.greedy:
+            assert Sampler(params, []).next(logits, best, ids) == int(masked.argmax())

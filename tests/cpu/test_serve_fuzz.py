@@ -69,7 +69,7 @@ OPERATIONS = (
     ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/plan"), ("GET", "/metrics"), ("GET", "/health"),
     ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("POST", "/api/chat"), ("POST", "/api/generate"),
     ("POST", "/api/show"), ("POST", "/v1/responses"), ("GET", "/api/tags"), ("GET", "/api/ps"), ("GET", "/api/version"),
-    ("GET", "/v1/live"),
+    ("GET", "/v1/live"), ("POST", "/v1/embeddings"), ("POST", "/api/embed"), ("POST", "/api/embeddings"),
 )  # fmt: skip
 
 

@@ -278,3 +278,14 @@ def test_stop_strings(pieces, stops):
     given_out += finder.finish()
     assert given_out == stop_by_brute_force(text, stops)
     assert (finder.hit is not None) == any(stop in text for stop in stops)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_whole_answers_say_what_streams_do(kind, data):
+    tokenizer = opened(kind)
+    ids = data.draw(st.lists(st.integers(-1, tokenizer.size + 1), max_size=30))
+    for skip_special in (True, False):
+        stream, whole = tokenizer.stream(False, skip_special), tokenizer.stream(True, skip_special)
+        texts = ["".join([*(push(each, i) for i in ids), each.finish()]) for each in (stream, whole)]
+        assert texts[0] == texts[1]

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer as Core
 
@@ -208,33 +206,6 @@ def test_grammars_of_clients(server: Server, grammar: str) -> None:
     _, _, found = server.ask("POST", "/v1/completions", body)
     text = found["choices"][0]["text"]
     assert len(text) == 3 and set(text) <= set("abc"), found
-
-
-schemas = st.recursive(
-    st.sampled_from([{"type": "integer"}, {"type": "boolean"}, {"enum": ["a", "b c"]}, {"type": "null"}]),
-    lambda inner: st.dictionaries(st.sampled_from(["x", "y", "zed"]), inner, min_size=1, max_size=3).map(
-        lambda parts: {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
-    ),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=20, deadline=None)
-@given(parameters=schemas, seed=st.integers(0, 99))
-def test_calls_of_random_tools(server: Server, parameters: dict[str, Any], seed: int) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"value": parameters},
-        "required": ["value"],
-        "additionalProperties": False,
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    choice = ask(server, tools, tool_choice="required", seed=seed, max_tokens=90).choices[0]
-    if choice.finish_reason == "tool_calls":
-        for call in choice.message.tool_calls:
-            Draft202012Validator(schema).validate(json.loads(call.function.arguments))
-    else:
-        assert choice.finish_reason == "length"
 
 
 def test_forced_text_takes_the_tokens_that_models_write(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def warm_up() -> None:
             importlib.import_module(name)
     import typer
 
-    from penstock.cli.main import main
+    from penstock.cli import main as cli
     from penstock.runtime import probe
     from penstock.serve import confined, run_bound, text_limits
     from penstock.spec import machine as machines
@@ -63,7 +63,7 @@ def warm_up() -> None:
     patched: Any = probe
     patched.probe_apart = lambda *args, **kwargs: made_up
     # The commands' parsers: made by each call of `main`, they took a third of a refused one.
-    typer.main.get_command = functools.cache(typer.main.get_command)
+    cli.app, typer.main.get_command = functools.cache(cli.app), functools.cache(typer.main.get_command)
     for module, name, value in (
         (run_bound, "_REREAD_S", _REREAD_S),
         (text_limits, "_CPU_S", _CONFINED_CPU_S),
@@ -74,8 +74,8 @@ def warm_up() -> None:
     # Parsing imports too: a command line of each kind that is refused at once.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         for command in _COMMANDS:
-            main([command, "--help"])
-            main([command, "/nowhere/at/all", "/nowhere/at/all", "--json"])
+            cli.main([command, "--help"])
+            cli.main([command, "/nowhere/at/all", "/nowhere/at/all", "--json"])
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()

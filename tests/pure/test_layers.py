@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import tree_of
+
 ROOT = Path(__file__).parents[2] / "penstock"
 EVERYWHERE = {"errors", "elsewhere", "units", "__init__"}
 MAY_IMPORT = {
@@ -38,7 +40,7 @@ def imports(path: Path) -> set[str]:
     """Full names of the modules that a file imports, relative imports resolved."""
     found: set[str] = set()
     package = ["penstock", *path.relative_to(ROOT).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -103,7 +105,7 @@ def test_no_environment_outside_cli() -> None:
 def test_only_the_cost_formula_turns_bytes_into_seconds(path: Path) -> None:
     relative = str(path.relative_to(ROOT))
     if not relative.startswith(RATES_ALLOWED):
-        read = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        read = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
         assert not read & RATES, f"{relative} reads {sorted(read & RATES)}: ask planner/cost.py"
 
 
@@ -128,7 +130,7 @@ def test_files_are_opened_in_one_place() -> None:
     for path in FILES:
         if str(path.relative_to(ROOT)) in OPENS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
                 method = isinstance(node.func, ast.Attribute) and name.rpartition(".")[2] in opening

@@ -14,6 +14,7 @@ from penstock.spec import machine, places
 from penstock.spec.machine import Capacity
 from penstock.spec.places import GPU, HOST, device, disk, lane_between
 from tests.pure.machine import MACHINE
+from tests.syntax import tree_of
 
 _NAMES = re.compile(r"host|gpu\d+|disk\d+|disk_write\d+|h2d\d+|d2h\d+")
 
@@ -23,7 +24,7 @@ def test_one_module_spells_the_names() -> None:
     for file in root.rglob("*.py"):
         if file == root / "spec" / "places.py":
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not _NAMES.fullmatch(node.value), f"{file}:{node.lineno} says {node.value!r}"
 

@@ -13,7 +13,7 @@ from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import DECODE
 from penstock.graph.repeats import shape_of
-from penstock.graph.tasks import Pass, Task
+from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler
 from penstock.spec.plan import Plan
@@ -64,6 +64,42 @@ def test_so_many_passes_are_lowered(seqs: int, prompt_rows: int, most: int, monk
     assert len(lowered) <= most and count > 700
 
 
+@pytest.mark.parametrize(("seqs", "prompt_rows"), [(8, 256), (8, 64), (32, 128)], ids=["fast", "many", "32"])
+def test_by_batches_each_form_is_lowered_once(
+    seqs: int, prompt_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Numbers of rows, of logits and of sequences are data then: four forms in all."""
+    made = plan(seqs=seqs, chunk=512, context=1024, page=256)
+    lowering, lowered, shapes = Lowering(made), list[Pass](), set[object]()
+    lower = lowering._lower
+    monkeypatch.setattr(lowering, "_lower", lambda p, answer: [lowered.append(p), lower(p, answer)][1])
+    first: dict[int, Task] = {}
+    for p in server_passes(made, prompt_rows, 0.2):
+        shapes.add(shape_of(p))
+        for task in lowering.step(p, by_batches=True):
+            if task.like < 0:
+                first[task.id] = task
+                continue
+            assert task.batches == p.batches
+            known, anew = first[task.like], next(iter(Lowering(made).step(p))) if task.id % 50 == 0 else None
+            assert task.calls is known.calls
+            if anew is not None:  # the same ops on the same weights, where rows begin
+                assert [places(call) for call in anew.calls] == [places(call) for call in known.calls]
+    assert len(lowered) <= 4 and len(shapes) > 50
+
+
+def places(call: Call) -> object:
+    """An op, its settings, and where its operands begin."""
+    assert call.batch is not None
+    return call.op, call.unit, call.format, call.batch.id, [begins(operand) for operand in call.operands]
+
+
+def begins(operand: object) -> object:
+    if isinstance(operand, Slot):
+        return operand.arena, operand.lo
+    return tuple(map(begins, operand)) if isinstance(operand, tuple) else operand
+
+
 def alike(task: Task) -> tuple[object, ...]:
     """All of a task but for ids and whom it waits for."""
     return (task.lanes, list(task.calls), task.reads, task.writes, task.bytes, task.flops)
@@ -90,7 +126,7 @@ def test_the_shape_seen_longest_ago_is_forgotten() -> None:
 
     for n in range(1, 33):
         for p in (decode(1), decode(n)):  # one comes again and again
-            known.append(lowering._repeats.find(p) is not None)
+            known.append(lowering._repeats.find(p, by_batches=False) is not None)
             list(lowering.step(p))
     assert all(known[2::2]) and not any(known[3::2])
     assert len(lowering._repeats._known) == 16

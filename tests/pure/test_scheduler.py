@@ -18,6 +18,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.pages import WrittenPages
 from penstock.graph.verify import verify
 from penstock.serve.pages import Copied, Ids, Restore, Save
+from penstock.serve.pooling import POOLS, Pool
 from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler, Step
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
@@ -56,6 +57,7 @@ class Checked:
         self.cached = self.copies = 0
         self.answers: dict[int, int] = {}  # tokens that are still to come
         self.scored: set[int] = set()  # requests that want logits of every token of the prompt
+        self.pooled: dict[int, Pool] = {}  # and such as want hidden states, in place of any logits
         self.heard: Counter[int] = Counter()  # tokens of their prompts whose logits were had
         self.had: Counter[int] = Counter()  # tokens of prompt and answer that went through the model
         self.seqs: dict[int, int] = {}
@@ -69,11 +71,15 @@ class Checked:
         word: int | None = None,
         owner: str = "",
         scores: bool = False,
+        pools: Pool | None = None,
     ) -> int:
-        """A prompt of so many tokens, that begins like others with the same `word`; all say 0 as an answer."""
+        """A prompt of so many tokens, that begins like others with the same `word`; all say 0 as an answer. One that
+        is pooled has no answer: it ends with its prompt."""
         number = len(self.prompts)
         ids = [number + 100] * prompt if word is None else [*[0] * (prompt - word % prompt), *[word] * (word % prompt)]
-        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner, scores)
+        scores, answer = scores and pools is None, answer if pools is None else 1
+        self.scheduler.submit(number, np.array(ids, np.int32), priority, self.now_s, owner, scores, pools=pools)
+        self.pooled |= {number: pools} if pools else {}
         self.scored |= {number} if scores else set()
         self.ids[number], self.owners[number] = ids, owner
         self.prompts[number], self.answers[number] = prompt, min(answer, self.plan.context - prompt + 1)
@@ -130,6 +136,7 @@ class Checked:
             for r in members:
                 wanted += range(first + r.tokens - r.logits, first + r.tokens)
                 first += r.tokens
+            assert batch.hidden == any(r.hidden for r in members)
             assert batch.logits == tuple(wanted) and len(wanted) <= self.plan.logits_rows
             assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
             for r, pages in zip(members, batch.pages, strict=True):  # what its rows see is what it said
@@ -153,7 +160,15 @@ class Checked:
             self.had[r.request] = end = r.start + r.tokens
             assert end <= len(self.ids[r.request]) and end <= self.plan.context
             assert r.says == (end == len(self.ids[r.request])) and (r.reads or said)
-            if r.request in self.scored and not said:  # logits of each token of its prompt once, whatever comes between
+            if (pools := self.pooled.get(r.request)) is not None:
+                assert r.hidden == (r.tokens if pools == "mean" else r.says) and not r.logits
+                if pools == "mean":  # all of its rows, whatever comes between
+                    assert r.start <= self.heard[r.request]
+                    self.heard[r.request] = max(end, self.heard[r.request])
+                    assert not r.says or self.heard[r.request] == self.prompts[r.request]
+            elif (
+                r.request in self.scored and not said
+            ):  # logits of each token of its prompt once, whatever comes between
                 heard = self.heard[r.request]
                 assert r.start <= heard and r.logits == max(0, end - heard)
                 self.heard[r.request] = max(heard, end)
@@ -203,6 +218,7 @@ EVENTS = st.lists(
             st.integers(0, 9),
             st.sampled_from("ab"),
             st.booleans(),
+            st.sampled_from([None, None, *POOLS]),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
         st.tuples(st.sampled_from(["step", "step", "fail", "lose"]), st.integers(1, 5)),
@@ -248,7 +264,8 @@ def test_crowds_with_few_pages() -> None:
             if what == "submit":
                 word, prompt = rng.choice([None, 0, 0, 1, 7]), rng.randint(1, 50)
                 priority, owner, scores = rng.randint(-1, 1), rng.choice("aab"), rng.random() < 0.2
-                checked.submit(prompt, rng.randint(1, 64), priority, word, owner, scores)
+                pools = rng.choice([None, None, None, *POOLS])
+                checked.submit(prompt, rng.randint(1, 64), priority, word, owner, scores, pools)
             elif what == "cancel" and checked.prompts:
                 checked.end([rng.randrange(len(checked.prompts))])
             else:
@@ -321,6 +338,29 @@ def test_what_a_pass_foretells_is_what_the_next_one_reads() -> None:
         assert step.taken.then is not None
         foretold = step.taken.then
     assert foretold == passes.DECODE
+
+
+def test_embeddings_read_no_head() -> None:
+    """A prompt that is pooled wants no logits, and the pass before its last one says so. Beside an answer the head is
+    read. Of the mean nothing is shared, since every row counts."""
+    checked = Checked(plan(seqs=2, chunk=8, page=8), prompt_rows=4)
+    for pools in POOLS:
+        checked.submit(20, 1, word=1, pools=pools)
+    streams, foretold = [], None
+    while (step := checked.step()) is not None:
+        assert not streams or foretold == step.taken.stream
+        streams.append(step.taken.stream)
+        foretold = step.taken.then
+    assert not any(stream.logits for stream in streams) and len(streams) == 5 and foretold is None
+    checked.submit(3, 9)
+    checked.step()
+    cached = checked.cached
+    for pools in POOLS:
+        checked.submit(20, 1, word=1, pools=pools)
+    step = checked.step()
+    assert step is not None and step.taken.stream.logits
+    checked.run()
+    assert checked.cached == cached + 19
 
 
 def test_of_a_page_that_is_not_whole_the_first_tokens_are_copied() -> None:

@@ -20,8 +20,8 @@ from penstock.planner.solve.fill import chunk_options
 from penstock.planner.solve.pipo.memory import (
     HOMES,
     PIPELINES,
-    Choice,
-    Limits,
+    Configuration,
+    MachineLimits,
     Sizes,
     equation_1,
     peak_bytes,
@@ -99,7 +99,7 @@ RATES = st.floats(1e-12, 1e-8)
 HUNDREDS = settings(max_examples=max(400, settings().max_examples))
 
 
-Letters = tuple[Sizes, int, int, Limits]  # with the batch and the tokens
+Letters = tuple[Sizes, int, int, MachineLimits]  # with the batch and the tokens
 
 
 def fits(letters: Letters, home: str, pipeline: str) -> bool:
@@ -129,7 +129,7 @@ def problems(draw: st.DrawFn) -> tuple[Letters, float]:
     w, kv = s.weights_bytes, s.kv_total_bytes(batch, tokens)
     device = draw(st.sampled_from([need, save, w + need, w + save, w])) * draw(st.floats(0.8, 1.2))
     host = draw(st.sampled_from([kv, w + kv])) * draw(st.floats(0.8, 1.2))
-    limits = Limits(device, host, 1 / draw(RATES), 1 / draw(RATES))
+    limits = MachineLimits(device, host, 1 / draw(RATES), 1 / draw(RATES))
     return (s, batch, tokens, limits), w * draw(RATES)
 
 
@@ -261,7 +261,9 @@ def test_no_home_is_faster_than_the_candidates(device_mib: int, host_mib: int, d
     for home in HOMES:
         for pipeline in PIPELINES:
             for chunk_rows in chunk_options(ask):
-                plan = pipo.plan(problem, Choice(home, pipeline, float(home == GPU.executor)), "host", chunk_rows)
+                plan = pipo.plan(
+                    problem, Configuration(home, pipeline, float(home == GPU.executor)), "host", chunk_rows
+                )
                 if problem.fits(plan):
                     every.append(predict(plan, ask, of, spread=False).decode_tokens_per_s)
                     break

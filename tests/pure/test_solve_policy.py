@@ -14,11 +14,12 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
-from penstock.planner.predict import predict
+from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.flexgen import BATCH_STEP, BestPolicy, candidates, plan_of, search
-from penstock.planner.solve.flexgen.program import Shares, settled
-from penstock.planner.solve.flexgen.shape import ATTENDS, Shape, kv_layers, split_granules, whole_layers
+from penstock.planner.solve.bound import score_s
+from penstock.planner.solve.flexgen import BATCH_STEP, blocks, candidates, chunk_options, plan_of, search
+from penstock.planner.solve.flexgen.program import Shares
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, kv_layers, split_granules, whole_layers
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.machine import Capacity
@@ -29,16 +30,14 @@ from penstock.units import GIB, MIB, TIB
 from tests.pure.machine import model
 from tests.pure.policy_cases import CASES, FP16, FUZZ, Case, random_case
 
-MACHINES = 400 if FUZZ else 100  # a machine takes 0.3 s
+MACHINES = 400 if FUZZ else 40  # a machine takes half a second
+DRAWN = 6  # policies that are drawn for a machine
 ONE: Shares = (1.0, 0.0, 0.0)
 
 
-def simulated_s(found: BestPolicy, plan: Plan) -> float:
-    """What FlexGen's T counts: the prompts, and a step for every token but the first."""
-    ask, machine = found.shape.problem.ask, found.shape.problem.machine
-    prediction = predict(plan, ask, machine, spread=False)
-    seqs = min(ask.batch, found.shape.block)
-    return prediction.ttft_s + (ask.output_tokens - 1) * seqs / prediction.decode_tokens_per_s
+def simulated_s(plan: Plan, problem: Problem) -> float:
+    """Seconds of a token of a sequence, as `solve` ranks plans for throughput."""
+    return score_s(quick(plan, problem.ask, problem.machine, spread=False), plan, problem.ask)
 
 
 # -- rounding -----------------------------------------------------------------------------------------------
@@ -79,18 +78,34 @@ def test_layers_of_kv() -> None:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("part", range(10))
-def test_the_programs_cost_is_that_of_its_plan(part: int) -> None:
-    """On random machines (400 in `make fuzz`), the best policy of all: T by the program and by simulating the
-    rounded plan differ by less than a tenth (FlexGen's own model drifts from its runtime; this one may not)."""
+def test_nothing_drawn_at_random_is_faster(part: int) -> None:
+    """On random machines, the best candidate by simulation, and policies of any block, mode and shares that fit: the
+    program places what no draw places better, though it knows nothing of lanes that wait for each other."""
+    tried = 0
     for seed in range(part * MACHINES // 10, (part + 1) * MACHINES // 10):
         ask, spec, fmt, machine = random_case(seed)
-        best = min(search(Problem(ask, spec, fmt, machine)).values(), key=lambda f: f.seconds_a_sequence, default=None)
-        if best is None:
-            continue
-        plan = plan_of(best)
-        assert plan is not None and Problem(ask, spec, fmt, machine).fits(plan), f"machine {seed}: {best.shape}"
-        by_program = settled(best.program, best.shape.shares_of(plan)).seconds
-        assert simulated_s(best, plan) == pytest.approx(by_program, rel=0.1), f"machine {seed}"
+        problem, r = Problem(ask, spec, fmt, machine), random.Random(seed)
+        plans = [plan_of(best) for (way, *_), best in search(problem).items() if way != "cpu scores"]
+        assert all(plan is None or problem.fits(plan) for plan in plans)
+        best_s = min((simulated_s(plan, problem) for plan in plans if plan is not None), default=float("inf"))
+        for plan in drawn(r, problem):
+            tried += 1
+            assert best_s <= simulated_s(plan, problem) * 1.05, f"machine {seed}"
+    assert tried > DRAWN
+
+
+def drawn(r: random.Random, problem: Problem) -> list[Plan]:
+    """Some plans that fit, of random blocks, ways, modes and shares. Half of the shares are all or nothing."""
+    plans, main = [], GPU.executor if problem.device_bytes else "host"
+    for _ in range(8 * DRAWN):
+        gpu_batch, batches = r.choice(blocks(problem.ask.batch, whole=False))
+        attends = r.choice(ATTENDS[:2]) if problem.device_bytes else "device"
+        shape = BlockShape(problem, main, gpu_batch, batches, r.choice(chunk_options(problem.ask, gpu_batch)), attends)
+        weights, kv = (random_shares(r, free) for free in r.choice(list(modes(shape))))
+        kv = r.choice(whole_layers(problem.layers, kv, shape.moved_tier) or [kv])
+        plan = shape.plan(weights, kv)
+        plans += [plan] if problem.fits(plan) else []
+    return plans[:DRAWN]
 
 
 # -- candidates ---------------------------------------------------------------------------------------------
@@ -129,7 +144,9 @@ def test_any_shares_are_a_plan(device: bool, attends: str) -> None:
         ask, spec, fmt, machine = small_case(seed, device)
         batches = r.choice((1, 2))
         main = GPU.executor if device else "host"
-        shape = Shape(Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends)
+        shape = BlockShape(
+            Problem(ask, spec, fmt, machine), main, 8 // batches, batches, 24 * r.choice((1, 2, 4)), attends
+        )
         for mode in modes(shape):
             weights, kv = (random_shares(r, free) for free in mode)
             plan = shape.plan(weights, kv)
@@ -154,7 +171,7 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
     """With its projections on the device: q goes down and the result comes up, K and V are saved once, nothing is
     loaded; where the prompt begins the device attends by itself."""
     ask, spec, fmt, machine = random_case(1, device=True)
-    shape = Shape(Problem(ask, spec, fmt, machine), GPU.executor, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
+    shape = BlockShape(Problem(ask, spec, fmt, machine), GPU.executor, 4, 2, 4 * ask.prompt_tokens, "cpu scores")
     plan = shape.plan(ONE, (0.0, 1.0, 0.0))
     lowering, seqs = Lowering(plan), range(8)
     prompt = [c for p in passes.prompts(plan, seqs, (ask.prompt_tokens,) * 8, passes.DECODE)
@@ -195,7 +212,7 @@ def test_several_batches_share_what_streams() -> None:
     )
     ask = replace(ask, batch=24)
     found = search(Problem(ask, spec, fmt, machine))
-    assert set(found) == set(ATTENDS)
+    assert {way for way, *_ in found} == set(ATTENDS)
     best = min(found.values(), key=lambda f: f.seconds_a_sequence)
     assert best.shape.block >= 8
 

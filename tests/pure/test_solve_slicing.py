@@ -17,12 +17,11 @@ from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.solve import scheinfer, settle_context
-from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares, Step
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER
-from penstock.planner.solve.skeleton import Skeleton, device_skeleton
-from penstock.planner.solve.slicing import (
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.slicing import (
     FfnBlock,
     Lanes,
     Option,
@@ -32,6 +31,7 @@ from penstock.planner.solve.slicing import (
     best_r_cg,
     finish_s,
 )
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec, Rate, Sharing
@@ -174,11 +174,12 @@ def test_r_cg_is_right_where_it_is_simulated(machine: MachineSpec, lane: str, fa
     machine = slower(machine, lane, factor)
     ask = settle_context(Ask(context=512), LLAMA_1B)
     skeleton = device_skeleton(Problem(ask, LLAMA_1B, BF16, machine), 64, len(LLAMA_1B.layers), lifted=0.0)
-    estimate = Estimate(LayerWork(Problem(ask, LLAMA_1B, BF16, machine)), 64, Shares(), len(LLAMA_1B.layers), True)
+    work = LayerWork(Problem(ask, LLAMA_1B, BF16, machine))
+    estimate = Estimate(work, 64, Shares(), len(LLAMA_1B.layers), True)
     lifted = estimate.lifted()
     found = decode_s(skeleton, lifted[0])
     assert found <= 1.04 * min(decode_s(skeleton, i / 8) for i in range(9))
-    assert found == pytest.approx(estimate.decode_s(lifted), rel=0.1)
+    assert found == pytest.approx(estimate.pass_s(work.decode(), lifted), rel=0.1)
 
 
 def test_the_link_slows_the_cpu_down() -> None:
@@ -187,7 +188,7 @@ def test_the_link_slows_the_cpu_down() -> None:
     crowded = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 3.0),))
 
     def block(machine: MachineSpec) -> FfnBlock:
-        step = Step("decode", 1, 1, 100)
+        step = PassSize("decode", 1, 1, 100)
         found = LayerWork(Problem(ask, LLAMA_1B, BF16, machine)).ffn(LLAMA_1B.layers[0], step, Shares())
         return replace(found, lanes=replace(found.lanes, ahead_s=0.0))
 

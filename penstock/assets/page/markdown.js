@@ -32,10 +32,11 @@ function inline(text) {
 
 const HEADING = /^(#{1,6})\s+(.*)$/, ITEM = /^\s*([-*+]|\d{1,9}[.)])\s+(.*)$/, FENCE = /^\s*```/;
 
-// The blocks of a text: code between fences, headings, lists, quotes, and paragraphs.
+// The blocks of a text: code between fences, headings, lists, quotes, and paragraphs. Headings begin below the page's
+// own, and none skips a level, whatever the text does.
 export function markdown(text) {
   const blocks = [], lines = text.split("\n");
-  let i = 0;
+  let i = 0, level = 1;
   while (i < lines.length) {
     if (FENCE.test(lines[i])) {
       const code = [];
@@ -46,7 +47,8 @@ export function markdown(text) {
       blocks.push(block);
     } else if (HEADING.test(lines[i])) {
       const [, marks, title] = lines[i].match(HEADING);
-      blocks.push(element(`h${Math.min(6, marks.length + 2)}`, ...inline(title)));
+      level = Math.min(6, marks.length + 1, level + 1);
+      blocks.push(element(`h${level}`, ...inline(title)));
       i += 1;
     } else if (ITEM.test(lines[i])) {
       const ordered = /\d/.test(lines[i].match(ITEM)[1]), list = element(ordered ? "ol" : "ul");

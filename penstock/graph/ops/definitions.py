@@ -82,7 +82,7 @@ class Head(NamedTuple):
 
 class Norm(NamedTuple):
     """h = norm(x), or h = x where the model has no such norm. `which`: attn_in, ffn_in or final. The final norm has no
-    layer (None), and takes only the rows whose logits are wanted."""
+    layer (None), and takes only the rows whose logits are wanted, or `every` row where hidden states are."""
 
     norms: Read
     x: Read
@@ -90,6 +90,7 @@ class Norm(NamedTuple):
     scratch: Scratch
     which: str
     layer: int | None
+    every: bool = False
 
 
 class Qkv(NamedTuple):

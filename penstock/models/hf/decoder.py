@@ -3,7 +3,7 @@ FFNs. Model types of this kind differ in defaults and details."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.models.hf.config import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Config, short
@@ -36,11 +36,24 @@ LAYER_NAMES = {
     "attn_in": "model.layers.{}.input_layernorm.weight",
     "ffn_in": "model.layers.{}.post_attention_layernorm.weight",
 }
+# Of models that norm a block's output too: `post_attention_layernorm` is that of attention, where llama norms the FFN's
+# input with it.
+NORMED_OUT_NAMES = LAYER_NAMES | {
+    "attn_out": "model.layers.{}.post_attention_layernorm.weight",
+    "ffn_in": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "ffn_out": "model.layers.{}.post_feedforward_layernorm.weight",
+}
 END_NAMES = {
     "embed.rows": "model.embed_tokens.weight",
     "edges.final": "model.norm.weight",
     "head.rows": "lm_head.weight",
 }
+# Of models with layer norms, which have biases.
+LAYER_NORM_NAMES = LAYER_NAMES | {
+    "attn_in_bias": "model.layers.{}.input_layernorm.bias",
+    "ffn_in_bias": "model.layers.{}.post_attention_layernorm.bias",
+}
+LAYER_NORM_END_NAMES = END_NAMES | {"edges.final_bias": "model.norm.bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +178,15 @@ def divided(config: Config, d_model: int, heads: int) -> int:
     return d_model // heads
 
 
-def layer_types_of(config: Config, default: Sequence[str]) -> list[str]:
-    """`layer_types` of the config, or the default where it is null or absent. Raises BrokenModel and
+def layer_types_of(config: Config, has_window: Callable[[int], bool]) -> list[str]:
+    """`layer_types` of the config. Where it is null or absent, `has_window` tells of each layer. Raises BrokenModel and
     UnsupportedModel."""
+    layers = layer_count(config)
     if not config.has("layer_types"):
-        return list(default)
+        return [SLIDING if has_window(i) else FULL for i in range(layers)]
     layer_types = config.data["layer_types"]
-    if not isinstance(layer_types, list) or len(layer_types) != len(default):
-        raise config.broken("layer_types", f"should be a list of {len(default)} names, not {short(layer_types)}")
+    if not isinstance(layer_types, list) or len(layer_types) != layers:
+        raise config.broken("layer_types", f"should be a list of {layers} names, not {short(layer_types)}")
     for name in layer_types:
         if not isinstance(name, str) or name not in (FULL, SLIDING):
             raise config.unsupported("layer_types", f"has {short(name)}; penstock runs {FULL} and {SLIDING}")

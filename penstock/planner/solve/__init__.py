@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
-from penstock.graph.arenas import Layout
 from penstock.planner.firing import Firing, foretold_of
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
+from penstock.planner.reasons import shared_pages
 from penstock.planner.routing import RouterTrace
-from penstock.planner.shorten import quick, streamed
+from penstock.planner.shorten import Kept, quick, streamed
 from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import WHOLE, Candidate, Compared
 from penstock.planner.solve.ours import ram
@@ -28,7 +28,6 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import Tier
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Solved:
     strategy        the name of the plan's strategy
     compared        every candidate that was simulated: the plan first, the others ranked
     not_yet         candidates that would be better than the plan, but that this version cannot run
+    tasks           those of the plan's prediction, if they were to be kept
     """
 
     plan: Plan
@@ -48,6 +48,7 @@ class Solved:
     strategy: str = "as given"
     compared: tuple[Compared, ...] = ()
     not_yet: tuple[Compared, ...] = ()
+    tasks: Kept | None = None
 
 
 # Two plans are equals if their times differ by less than this factor. To read a tenth less is worth 2 % of time.
@@ -130,6 +131,7 @@ def _in_blocks(problem: Problem) -> Iterator[Candidate]:
 def solve(
     ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec, disks: Mapping[str, Tier] | None = None,
     *, every: bool = False, may_plan: bool = False, trace: RouterTrace | None = None, firing: Firing | None = None,
+    keep: bool = False,
 ) -> Solved:  # fmt: skip
     """Simulates every candidate that may win, and takes the fastest for the ask's objective that the runtime can run.
 
@@ -138,6 +140,7 @@ def solve(
     may_plan        ask solvers too whose plans the runtime cannot run yet. Such plans are compared and never chosen
     trace           what routers are known to say; None: `routing.stated`
     firing          how many neurons are known to fire; None: `firing.expected`
+    keep            keep the tasks of the plan's prediction, so that predictions on other machines take less time
 
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
@@ -151,26 +154,31 @@ def solve(
     bounded.sort(key=lambda entry: entry[0])  # the most promising first, so that it settles most of the others
     compared: list[Compared] = []
     rivals: list[Compared] = []  # the compared candidates that may be chosen
+    tasks: Kept | None = {} if keep else None
     for least_s, candidate in bounded:
         if every or not any(_settles(rival, least_s, candidate.plan, ask) for rival in rivals):
             # Only the chosen plan's spread between tokens is wanted. Mostly the most promising plan is chosen.
             spread = not rivals and _may_be_chosen(candidate)
-            compared.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace)))
+            kept = tasks if spread else None
+            compared.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace, kept)))
             rivals += compared[-1:] if _may_be_chosen(candidate) else []
     # `rivals` are ranked without the others: a plan that cannot run must not decide which plans are equals.
     chosen = _ranked(rivals, ask)[0]
     others = [each for each in _ranked(compared, ask) if each is not chosen]
     better = (each for each in others if _score_s(each, ask) < _score_s(chosen, ask))
     strategy, plan, reasons, _, _ = chosen.candidate
-    prediction = chosen.prediction if chosen is rivals[0] else quick(plan, ask, machine, trace=trace)
+    prediction = chosen.prediction
+    if chosen is not rivals[0]:
+        tasks = {} if keep else None
+        prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
-    reasons += shared_reason(plan) + firing_reason(plan, firing)
+    reasons += shared_pages(plan) + firing_reason(plan, firing)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(
         plan, prediction, reasons, strategy, (chosen, *others),
-        tuple(each for each in better if each.candidate.cannot_run),
+        tuple(each for each in better if each.candidate.cannot_run), tasks,
     )  # fmt: skip
 
 
@@ -235,17 +243,3 @@ def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
     equal_s = min(seconds, least_s) * _EQUAL
     at_best = _rank(least_s, reads_bytes(plan) / sequences(plan, ask), equal_s)
     return _rank(seconds, rival.prediction.disk_bytes_per_token, equal_s) <= at_best
-
-
-def shared_reason(plan: Plan) -> tuple[str, ...]:
-    """A sentence about pages that sequences share, where they do."""
-    if not plan.kv_pages:
-        return ()
-    seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
-    tokens = plan.kv_pages * plan.page_tokens
-    pool_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
-    whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.kv.pages_per_seq
-    return (
-        f"KV room for {tokens} tokens of {seqs} sequences together, in pages of {plan.page_tokens} that are handed out"
-        f" as they grow: {format_bytes(pool_bytes)}, where whole contexts would take {format_bytes(whole_bytes)}",
-    )

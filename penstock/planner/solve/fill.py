@@ -21,8 +21,6 @@ from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
 
-# The most bytes that one load brings. Direct reads of 4 MiB and more run at the disk's full rate (docs/LOG.md).
-UNIT_BYTES = 16 * MIB
 # The most rows of a usual chunk of a prompt. Weights are read once a chunk. With more rows, computing takes longer than
 # reading anyway.
 CHUNK_ROWS = 512

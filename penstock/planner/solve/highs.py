@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InternalError
 
+_PRIMAL = 4  # HiGHS's number for the primal simplex
+
 
 class Row(NamedTuple):
     """A constraint: least ≤ Σ value · column ≤ most. `columns`: indices; `values`: a coefficient for each."""
@@ -69,6 +71,11 @@ def solve(
         solution.col_value = start
         highs.setSolution(solution)
     failed = highs.run() == highspy.HighsStatus.kError
+    if highs.getModelStatus() == highspy.HighsModelStatus.kUnknown:
+        # So ended the dual simplex in one of 300 random programs, and the primal one in none.
+        highs.clearSolver()
+        highs.setOptionValue("simplex_strategy", _PRIMAL)
+        failed = highs.run() == highspy.HighsStatus.kError
     status, known, info = highs.getModelStatus(), highspy.HighsModelStatus, highs.getInfo()
     text = str(highs.modelStatusToString(status))
     none = status in (known.kInfeasible, known.kUnboundedOrInfeasible)

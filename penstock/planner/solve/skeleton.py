@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.solve.fill import MIN_CHUNK_ROWS, UNIT_BYTES, Kv, Resident, Run, filled, units
+from penstock.planner.solve.fill import MIN_CHUNK_ROWS, Kv, Resident, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
-from penstock.spec.plan import Cache, Plan, Predictor, Unit
+from penstock.spec.plan import UNIT_BYTES, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, format_bytes, round_up
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.serve.generation import Generation, Used, used
+from penstock.serve.pooling import Pooling
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
@@ -69,7 +70,7 @@ class Answers:
         self._said = 0  # tokens, so far
         self.whole: dict[int, Generation] = {}
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | Pooling, priority: int) -> None:
         """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for the service's lock alone."""
         self._prompt_tokens += len(prompt_ids)
         for i in range(self._n):

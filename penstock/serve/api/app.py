@@ -20,6 +20,7 @@ from penstock.serve.api.answers import Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import Asked, AskedChat, Desk
 from penstock.serve.api.dialects import anthropic, ollama, responses
+from penstock.serve.api.embeddings import AskedVectors, embedded, openai_response
 from penstock.serve.api.errors import error_body
 from penstock.serve.api.guard import Access, App, Guard, Limits
 from penstock.serve.api.metrics import CONTENT_TYPE, metrics
@@ -30,6 +31,7 @@ from penstock.serve.api.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     what_is_wrong,
 )
@@ -56,6 +58,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     _completions(app, desk)
     _about(app, desk, shelf)
     _texts(app, desk)
+    _embeddings(app, desk)
     anthropic.routes(app, desk)
     ollama.routes(app, desk, shelf)
     responses.routes(app, desk)
@@ -205,6 +208,14 @@ def _texts(app: FastAPI, desk: Desk) -> None:
             return {"prompt": await to_thread.run_sync(engine.tokenizer.decode, body.tokens, False)}
         finally:
             hold.end()
+
+
+def _embeddings(app: FastAPI, desk: Desk) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        about: Any = {"pooling": body.pooling, "dimensions": body.dimensions, "priority": body.priority}
+        found = await embedded(desk, request, AskedVectors(body.model, body.inputs(), **about))
+        return openai_response(found, body.encoding_format == "base64")
 
 
 def _errors(app: FastAPI) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
@@ -21,6 +21,8 @@ from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools
+
+T = TypeVar("T")
 
 
 class Form(Protocol):
@@ -117,6 +119,12 @@ class Desk:
         room = engine.plan.context - max(map(len, prompts)) + 1
         return asked.params(engine.tokenizer.generation_config, max(1, room) if most is None else most)
 
+    def post(self) -> Post:
+        """Who brings answers to the event loop that runs."""
+        if self._post is None or not self._post.is_here:
+            self._post = Post()
+        return self._post
+
     async def answered(
         self, request: Request, asked: Asked, prompts: Sequence[list[int]], params: SamplingParams, form: Form,
         hold: Hold,
@@ -128,15 +136,13 @@ class Desk:
             if not loaded.schemas:
                 raise BadRequest("this server holds no answers to JSON schemas or tools: it was started without")
             await to_thread.run_sync(engine.guides.check, params.rule, limiter=self._compiling)
-        if self._post is None or not self._post.is_here:
-            self._post = Post()
-        answers = Answers(loaded.service, asked.n, request.scope.get(OWNER, ""), self._post)
+        answers = Answers(loaded.service, asked.n, request.scope.get(OWNER, ""), self.post())
         try:
             for ids in prompts:
                 answers.submit(ids, params, asked.priority)
             if asked.stream:
                 return _Events(answers, form, hold, request.scope.get(SPEND, lambda _: None))
-            found = await _unless_gone(request, answers)
+            found = await unless_gone(request, answers.gathered())
             answer = JSONResponse(await to_thread.run_sync(form.whole, found, answers.used, limiter=self.one))
             hold.end()
             return answer
@@ -166,14 +172,14 @@ class _Events(StreamingResponse):
             self._spend(self._answers.tokens)
 
 
-async def _unless_gone(request: Request, answers: Answers) -> list[Generation]:
-    """The answers. Raises Gone as soon as the client has gone."""
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of the work. Raises Gone as soon as the client has gone."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    gathering, leaving = asyncio.ensure_future(answers.gathered()), asyncio.ensure_future(gone())
+    gathering, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     # Where the client goes, an error of its answers may come before they are cancelled, and nobody asks for it.
     gathering.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:

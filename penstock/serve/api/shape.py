@@ -166,7 +166,7 @@ class _Open:
 
 def _message(read: Collected) -> dict[str, Any]:
     """A whole message of a chat. `content` is null where a call has no text beside it."""
-    message: dict[str, Any] = {"role": "assistant", "content": (read.said.strip() or None) if read.calls else read.said}
+    message: dict[str, Any] = {"role": "assistant", "content": (read.said or None) if read.calls else read.said}
     if read.thought:
         message["reasoning_content"] = read.thought
     if read.calls:

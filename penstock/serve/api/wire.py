@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from penstock.errors import BadRequest
 from penstock.serve.sampling import MAX_BIASES, MAX_LOGPROBS, SamplingParams, with_model_defaults
@@ -158,8 +159,33 @@ class _Sampled(Sent):
             raise BadRequest("stream_options is for stream: true")
 
 
+# Parts of messages that hold no text, by what they hold, in every dialect.
+_NO_TEXT = {
+    "image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio", "audio_url": "audio",
+    "input_video": "videos", "video_url": "videos", "file": "files", "input_file": "files", "document": "documents",
+}  # fmt: skip
+
+
+def _text_alone(value: Any) -> Any:
+    """A part's type. Raises where it is known to hold no text."""
+    if isinstance(value, str) and value in _NO_TEXT:
+        raise PydanticCustomError("no_text", "{what} are not read, text alone is", {"what": _NO_TEXT[value]})
+    return value
+
+
+def _no_images(value: Any) -> Any:
+    if value:
+        raise PydanticCustomError("no_text", "images are not read, text alone is")
+    return value
+
+
+# For the types of parts that hold text, and for images beside a message's text.
+TEXT_ALONE = BeforeValidator(_text_alone)
+NoImages = Annotated[list[str] | None, BeforeValidator(_no_images)]
+
+
 class TextPart(Sent):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], TEXT_ALONE]
     text: str
 
 
@@ -257,12 +283,27 @@ class CompletionRequest(_Sampled):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Each prompt, as text or as ids. Raises BadRequest where there is none, or too many."""
-        prompt: Any = self.prompt
-        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        found: list[str | list[int]] = [prompt] if alone else prompt
+        found = _each(self.prompt)
         if not found or len(found) * (self.n or 1) > MAX_CHOICES:
             raise BadRequest(f"a request may have 1 to {MAX_CHOICES} answers, not {len(found) * (self.n or 1)}")
         return found
+
+
+class EmbeddingRequest(Sent):
+    """A body of /v1/embeddings. `input`: as the prompt of a text completion. `pooling`: ours, where not the model's own
+    way is wanted."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
+    pooling: Literal["last", "mean"] | None = None
+    priority: int = Field(default=0, ge=-100, le=100)
+    user: str | None = None
+
+    def inputs(self) -> Sequence[str | list[int]]:
+        """Each text, or its ids."""
+        return _each(self.input)
 
 
 class TokenizeRequest(Sent):
@@ -278,6 +319,12 @@ class DetokenizeRequest(Sent):
 
     model: str | None = None
     tokens: list[int]
+
+
+def _each(given: Any) -> Sequence[str | list[int]]:
+    """The texts, or lists of ids, of what may be one of them or several."""
+    alone = isinstance(given, str) or (given and isinstance(given[0], int))
+    return [given] if alone else given
 
 
 def what_is_wrong(errors: Sequence[Any]) -> tuple[str, str]:

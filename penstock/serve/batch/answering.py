@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from penstock.errors import BadRequest
 from penstock.planner.predict import Prediction
+from penstock.serve.api.embeddings import Vectors, openai_body
 from penstock.serve.api.shape import Shape, head_of
+from penstock.serve.api.wire import EmbeddingRequest
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
@@ -23,6 +26,8 @@ from penstock.serve.batch.survey import Survey, Todo, refuse, response
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, used
+from penstock.serve.pooling import NOT_MADE, Pooling, chosen_pooling, require_dimensions, stacked
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 from penstock.serve.tools.reading import Reading
@@ -32,17 +37,20 @@ from penstock.spec.plan import Plan
 
 _AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
 _AHEAD_TOKENS = 1 << 18  # of prompts that wait or are answered, beyond one for each place: each takes 40 bytes
+_MOST_NUMBERS = 1 << 20  # of a line's embeddings: 32 bytes each while they are written
 _LOOK_S = 0.5  # between two looks at how far it is
 
 
 @dataclass
 class _Open:
     """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
-    their places. `reading`: takes the answers of a chat apart; None for texts."""
+    their places. `reading`: takes the answers of a chat apart; None for texts. `vectors`: the embeddings that it
+    asks for."""
 
     todo: Todo
     custom_id: str
     reading: Callable[[], Reading] | None
+    vectors: EmbeddingRequest | None
     count: int
     prompt_tokens: int
     echoed: tuple[str, ...]
@@ -136,12 +144,18 @@ class Batch:
             self._fail(service, todo, [], error, done)
             return
         body, tokens = request.body, sum(map(len, request.prompts))
-        opened = _Open(todo, request.custom_id, None, request.count, tokens, echoed(request, engine.tokenizer))
+        vectors = body if isinstance(body, EmbeddingRequest) else None
+        opened = _Open(todo, request.custom_id, None, vectors, request.count, tokens, echoed(request, engine.tokenizer))
         try:
-            params = request.params(engine.tokenizer.generation_config, self._most_tokens)
+            params: SamplingParams | Pooling
+            if isinstance(body, EmbeddingRequest):
+                params = self._pooling(body, len(request.prompts))
+            else:
+                params = request.params(engine.tokenizer.generation_config, self._most_tokens)
             if request.chat is not None:
+                assert isinstance(params, SamplingParams)
                 opened.reading = partial(request.chat.reading, params)
-            if params.rule is not None:
+            if isinstance(params, SamplingParams) and params.rule is not None:
                 engine.guides.check(params.rule)
             for prompt in request.prompts:
                 for i in range(request.count):
@@ -155,6 +169,14 @@ class Batch:
         self._open[todo.number] = opened
         self._waiting += len(opened.numbers)
         self._ahead_tokens += todo.prompt_tokens
+
+    def _pooling(self, body: EmbeddingRequest, inputs: int) -> Pooling:
+        """How the texts of a line are pooled. Raises BadRequest where their vectors would take much memory."""
+        has = self._engine.plan.target.spec.d_embed
+        width = require_dimensions(body.dimensions, has)
+        if inputs * width > _MOST_NUMBERS:
+            raise BadRequest(f"a line may have {_MOST_NUMBERS // width} inputs for this model, not {inputs}")
+        return chosen_pooling(body.pooling, self._engine.pooling)
 
     def _put(self, number: int, place: int, what: Told) -> None:
         if not isinstance(what, Piece):
@@ -193,16 +215,29 @@ class Batch:
         """Writes a line's answers into the journal."""
         number, tokenizer = opened.todo.number, self._engine.tokenizer
         answers = [opened.whole[i] for i in range(len(opened.whole))]
+        if opened.vectors is not None:
+            self._keep_vectors(opened, opened.vectors, answers, done)
+            return
         kind, prefix = ("text_completion", "cmpl") if opened.reading is None else ("chat.completion", "chatcmpl")
         head = head_of(prefix, self._journal.id_of(number), self._names[0])
         tokens = used(opened.prompt_tokens, answers, opened.count)
         body = Shape(kind, head, tokenizer, opened.reading or Reading, opened.echoed).whole(answers, tokens)
+        self._add(opened, body, answers, done)
+        done.output_tokens += tokens.output
+
+    def _keep_vectors(self, opened: _Open, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
+        vectors = list(stacked(answers, True, asked.dimensions))
+        note = NOT_MADE if self._engine.pooling is None else None
+        found = Vectors(self._names[0], vectors, opened.prompt_tokens, note)
+        self._add(opened, openai_body(found, asked.encoding_format == "base64"), answers, done)
+
+    def _add(self, opened: _Open, body: dict[str, Any], answers: Sequence[Generation], done: Done) -> None:
+        number = opened.todo.number
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)
         done.prompt_tokens += sum(answer.prompt_tokens for answer in answers)
         done.cached_tokens += sum(answer.cached_tokens for answer in answers)
-        done.output_tokens += tokens.output
 
     def _fail(self, service: Service, todo: Todo, numbers: Sequence[int], why: NoRequest, done: Done) -> None:
         for number in numbers:

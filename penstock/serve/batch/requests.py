@@ -10,15 +10,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve.api.chats import Chat, chat_of
-from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, what_is_wrong
+from penstock.serve.api.embeddings import MAX_INPUTS
+from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, EmbeddingRequest, what_is_wrong
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.codec import loads_json
 from penstock.store.files import no_json
 
-_BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+Body = ChatRequest | CompletionRequest | EmbeddingRequest
+
+_BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
 }
 _MOST_NAME = 512  # characters of a custom_id
 
@@ -46,19 +50,21 @@ class Request:
     """A line's request. `prompts`: token ids of each prompt. `chat`: the conversation that it is, if it is one."""
 
     custom_id: str
-    body: ChatRequest | CompletionRequest
+    body: Body
     prompts: tuple[list[int], ...]
     chat: Chat | None = None
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
-        """How tokens are chosen. Raises BadRequest."""
+        """How tokens are chosen; of embeddings, that none is. Raises BadRequest."""
+        if isinstance(self.body, EmbeddingRequest):
+            return SamplingParams(max_tokens=1)
         params = self.body.params(generation_config, most_tokens)
         return params if self.chat is None else self.chat.ruled(params)
 
     @property
     def count(self) -> int:
         """Answers to each prompt."""
-        return self.body.n or 1
+        return 1 if isinstance(self.body, EmbeddingRequest) else self.body.n or 1
 
 
 def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
@@ -83,13 +89,18 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
         raise NoRequest("invalid_url", message, custom_id)
     try:
         body = kind.model_validate(parsed.body)
-        if body.stream:
+        if not isinstance(body, EmbeddingRequest) and body.stream:
             raise BadRequest("stream is not for batches")
         if body.model is not None and body.model not in names:
             raise NoRequest("model_not_found", f"this batch is answered by {names[0]}, not by {body.model}", custom_id)
         if isinstance(body, ChatRequest):
             chat = chat_of(tokenizer, [message.plain() for message in body.messages], body.callable())
             return Request(custom_id, body, (chat.ids,), chat)
+        if isinstance(body, EmbeddingRequest):
+            given = body.inputs()
+            if not 0 < len(given) <= MAX_INPUTS:
+                raise BadRequest(f"a request may have 1 to {MAX_INPUTS} inputs, not {len(given)}")
+            return Request(custom_id, body, _ids(given, tokenizer))
         return Request(custom_id, body, _prompts(body, tokenizer))
     except ValidationError as error:
         raise NoRequest("invalid_request", what_is_wrong(error.errors())[0], custom_id) from None
@@ -109,8 +120,12 @@ def custom_id_of(line: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _ids(given: Sequence[str | list[int]], tokenizer: Tokenizer) -> tuple[list[int], ...]:
+    return tuple(tokenizer.encode(each) if isinstance(each, str) else each for each in given)
+
+
 def _prompts(body: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], ...]:
-    ids = tuple(tokenizer.encode(given) if isinstance(given, str) else given for given in body.prompts())
+    ids = _ids(body.prompts(), tokenizer)
     entries = sum(map(len, ids)) * (body.n or 1) * (1 + (body.prompt_alternatives or 0))
     if body.prompt_alternatives is not None and entries > MAX_SCORES:
         raise BadRequest(f"echo would give {entries} log probabilities; a request may have {MAX_SCORES}")

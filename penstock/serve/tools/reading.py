@@ -1,12 +1,13 @@
 """Takes an answer apart while it comes: what is said, what is thought, and calls of tools.
 
 An answer that a grammar holds (`grammar`) has calls as its family writes them, to the letter. Where an answer is cut by
-its length, its last call is what there is of it. Text that turns out to be no call is said.
+its length, its last call is what there is of it. Text that turns out to be no call is said. White space between what is
+said and a call belongs to neither: it is held back until more is said, or until no call can come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.serve.tools.writing import THINK, THOUGHT, Writing
@@ -83,6 +84,7 @@ class Reading:
     def __init__(self, writing: Writing | None = None, thinks: bool = False, thinking: bool = False) -> None:
         self._writing, self._text, self._parts = writing, "", list[Part]()
         self.calls = 0
+        self._space = ""  # that was said last, and is held back
         self._in_calls = False  # behind the mark that calls begin with
         channels = writing is not None and writing.channels
         self._steps: _Steps | None = self._channels() if channels else self._plain(thinks, thinking)
@@ -98,7 +100,8 @@ class Reading:
 
     def finish(self) -> list[Part]:
         """No more text comes: the rest."""
-        return self._run(lambda steps: steps.throw(_Ended()))
+        rest = self._run(lambda steps: steps.throw(_Ended()))
+        return [*rest, Said(self._space)] if self._space and not self.calls else rest
 
     def _run(self, step: Callable[[_Steps], object]) -> list[Part]:
         if self._steps is not None:
@@ -107,7 +110,15 @@ class Reading:
             except (StopIteration, _Ended):
                 self._steps = None
         parts, self._parts = self._parts, []
-        return parts
+        return parts if self._writing is None else [kept for part in parts for kept in self._without_space(part)]
+
+    def _without_space(self, part: Part) -> Sequence[Part]:
+        """A part without the white space at the end of what it says, and with the white space held back before."""
+        if not isinstance(part, Said):
+            return (part,)
+        text = self._space + part.text
+        self._space = text[len(text.rstrip()) :]
+        return (Said(text.rstrip()),) if text.rstrip() else ()
 
     def _plain(self, thinks: bool, thinking: bool) -> _Steps:
         if thinks and not thinking:

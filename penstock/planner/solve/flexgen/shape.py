@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
-from penstock.planner.solve.fill import Kv, Run, even_units, filled, units
+from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.flexgen.program import Policy, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import Part
@@ -34,7 +34,7 @@ _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockShape:
     """Everything of a plan that the shares do not decide.
 
     main            the executor that holds activations: the device, or the CPU if there is none
@@ -84,21 +84,6 @@ class Shape:
         """The most bytes that a ring has beyond its layers: up to one unit is lost at its end, and one is being
         computed."""
         return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
-
-    def begun_units(self, weights: Shares) -> dict[int, float]:
-        """For RAM and the disk (tiers 1 and 2), how many more units a layer has there than its share of the units that
-        the whole layer would have. There are more because the last unit of each part is not full."""
-        first = {part.key: part for part in self.placed if part.layer == 0}
-
-        def count(part: Part, lo: int, hi: int) -> int:
-            return len(even_units(part, lo, hi, self.unit_bytes))
-
-        whole = sum(count(part, 0, part.granules) for part in first.values())
-        begun = {tier: -weights[tier] * whole for tier in (1, 2)}
-        for key, (here, there) in split_granules(tuple(first.values()), weights).items():
-            begun[1] += count(first[key], here, there)
-            begun[2] += count(first[key], there, first[key].granules)
-        return begun
 
     @property
     def least_stage_bytes(self) -> int:

@@ -16,7 +16,8 @@ from dataclasses import replace
 from penstock.graph.arenas import with_arenas
 from penstock.graph.asked import MOST_ROWS
 from penstock.graph.records import Records, may_be_asked
-from penstock.planner.solve.fill import Resident, share_out
+from penstock.planner.solve.fill import Resident
+from penstock.planner.solve.ours.filling import fill_memory
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.parts import PINNED
@@ -58,59 +59,31 @@ def scattered(problem: Problem) -> bool:
 def asking(skeleton: Skeleton, hot: float, recent: float = 0.0) -> Plan | None:
     """The plan in which a share `hot` of each FFN's granules stays whole, and slots hold the records of a share
     `recent` of the others. None if it does not fit."""
-    problem = skeleton.problem
-    stays: Resident = {part.key: int(part.granules * hot) for part in problem.of_kind("ffn")}
-    spare = problem.spare_bytes(_asked(skeleton.plan({}, stays), problem, recent), HOST)
+    problem, ffns = skeleton.problem, skeleton.problem.of_kind("ffn")
+    hottest: Resident = {part.key: int(part.granules * hot) for part in ffns}
+
+    def plan_of(hottest: Resident, rest: Resident, recent: float) -> Plan:
+        return _asked(skeleton.plan({}, hottest | rest), problem, recent)
+
+    spare = problem.spare_bytes(plan_of(hottest, {}, recent), HOST)
     if spare is None or skeleton.order != "overlapped":
         return None
-    ffns = set(stays)
-    embed, rest = problem.parts["embed"], [p for p in problem.parts.values() if p.kind not in PINNED]
-    if problem.spec.tied and embed.nbytes <= spare:
-        stays["embed"], spare = embed.granules, spare - embed.nbytes
-    shared = [part for part in rest if part.key not in ffns and part.key not in (*stays, problem.gathered)]
-    stays |= share_out(shared, spare)
-    left = spare - problem.bytes_of({part.key: stays[part.key] for part in shared})
-    if problem.gathered and problem.parts[problem.gathered].nbytes <= left:
-        stays[problem.gathered] = problem.parts[problem.gathered].granules
-        left -= problem.parts[problem.gathered].nbytes
-    plan = _asked(skeleton.plan({}, stays), problem, recent)
+    rest = fill_memory(problem, {}, spare, without=("ffn",))
+    plan, left = plan_of(hottest, rest, recent), spare - problem.bytes_of(rest)
     if not problem.fits(plan, HOST):
         return None
-    if all(stays[part.key] == part.granules for part in shared) and recent:
-        every = sum(part.rows * Records.of(part).stride for part in problem.of_kind("ffn"))
-        fuller = _asked(skeleton.plan({}, stays), problem, min(1.0, recent + left / every))
-        return fuller if problem.fits(fuller, HOST) else plan
-    if all(stays[part.key] == part.granules for part in shared):
-        more = _hotter(problem, stays, left)
-        hotter = _asked(skeleton.plan({}, more), problem, recent)
-        return hotter if more != stays and problem.fits(hotter, HOST) else plan
-    return plan
-
-
-def _hotter(problem: Problem, stays: Resident, left: int) -> Resident:
-    """`stays` with as many more granules of each FFN as `left` bytes hold."""
-    parts = problem.of_kind("ffn")
-    # What a granule keeps in memory while it is asked for is counted already.
-    each = sum(part.granule_bytes - Records.of(part).kept_bytes for part in parts)
-    return stays | {part.key: min(part.granules, stays[part.key] + left // each) for part in parts}
-
-
-def reason(plan: Plan) -> str:
-    """A sentence about what stays of FFNs."""
-    parts, asked = plan.parts, [unit for unit in plan.units if unit.asked]
-    granules = sum(part.granules for part in parts.values() if part.kind == "ffn")
-    share = 1 - sum(unit.hi - unit.lo for unit in asked) / granules
-    hot = f"{share:.0%} of the FFNs' neurons stay whole in memory, the first ones"
-    slots = sum(unit.recent_slots for unit in asked)
-    if slots:
-        of = sum(hi - lo for lo, hi in map(plan.unit_rows, asked))
-        hot += f"; slots for {slots / of:.0%} of the others' records keep those that were asked for most and lately"
-    if plan.sparsity == "predict":
-        return f"{hot}; while decoding the disk is asked for the records of the others that predictors call active"
-    return (
-        f"{hot}; of the others what is activated stays, and while decoding the disk is asked for the records of those"
-        " that fire"
-    )
+    others = (part for part in problem.parts.values() if part.kind not in ("ffn", *PINNED))
+    if any(rest[part.key] < part.granules for part in others if part.key != problem.gathered):
+        return plan
+    if recent:
+        every = sum(part.rows * Records.of(part).stride for part in ffns)
+        fuller = plan_of(hottest, rest, min(1.0, recent + left / every))
+    else:
+        # What a granule keeps in memory while it is asked for is counted already.
+        each = sum(part.granule_bytes - Records.of(part).kept_bytes for part in ffns)
+        hotter = {part.key: min(part.granules, hottest[part.key] + left // each) for part in ffns}
+        fuller = plan_of(hotter, rest, recent)
+    return fuller if problem.fits(fuller, HOST) else plan
 
 
 def _asked(plan: Plan, problem: Problem, recent: float) -> Plan:

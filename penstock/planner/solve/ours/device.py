@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
-from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.reasons import beside_device
 from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
-from penstock.planner.solve.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
-from penstock.spec.places import DISK, GPU, HOST, Tier
+from penstock.spec.places import GPU, HOST, Tier
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes, format_mib_up
+from penstock.units import format_mib_up
 
 _LINK = "link"
 # At most 4 splits are simulated, or 7 if a disk is read, for which estimates are less exact. A split is not simulated
@@ -41,7 +41,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             if plan is None:
                 continue
             any_fits = True
-            yield Candidate(_name(plan, who, skeleton), plan, reasons(plan, skeleton))
+            told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
+            yield Candidate(_name(plan, who, skeleton), plan, told)
             if all_there(plan):
                 return
         if any_fits:
@@ -150,32 +151,3 @@ def _name(plan: Plan, who: str, skeleton: Skeleton) -> str:
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers on the CPU"
     where = ", KV in RAM" if skeleton.kv_home == HOST else ""
     return f"{WHOLE}, {who}{cpu}{where}" + ("" if skeleton.prompts else ", prompts too")
-
-
-_ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
-
-
-def reasons(plan: Plan, skeleton: Skeleton) -> tuple[str, ...]:
-    """A sentence about where the weights lie, those about what is not in device memory but experts, and one about
-    KV."""
-    homes, parts = weights_bytes(plan), plan.parts
-    computed = dict.fromkeys(("lifted", "by the CPU"), 0)
-    for unit in plan.units:
-        if unit.home != GPU.executor and parts[unit.part].kind not in ("experts", "router") and (
-            unit.part != "embed" or plan.target.spec.tied
-        ):  # fmt: skip
-            computed["lifted" if unit.decode == GPU.executor else "by the CPU"] += plan.unit_bytes(unit)
-    total = format_bytes(sum(homes.values()))
-    where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
-    where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
-    found = [", ".join(where)]
-    if any(computed.values()):
-        shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
-        found.append(f"of what is not there, each token: {' and '.join(shares)}")
-        if computed["lifted"]:
-            found.append(lift_reason(skeleton.problem, skeleton.ring_bytes))
-        if skeleton.prompts and computed["by the CPU"]:
-            found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
-    kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
-    found.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
-    return tuple(found)

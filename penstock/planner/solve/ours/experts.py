@@ -16,16 +16,15 @@ from dataclasses import replace
 
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.reasons import layers_there, with_experts
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.ours import device, filling
-from penstock.planner.solve.ours.ram import caches_reason
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, smallest
+from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
-from penstock.units import format_bytes
 
 NAME = f"{WHOLE}, experts with the CPU"
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
@@ -62,15 +61,15 @@ def _of_mode(skeleton: Skeleton, experts_there: bool) -> Iterator[Candidate]:
             plans = {", streamed": plans[""], ", in caches": filling.filled(whole, filling.caching, experts_there)}
         found = {where: plan for where, plan in plans.items() if plan is not None}
         for where, plan in found.items():
-            if bool(_layers_there(plan)) == experts_there:
-                yield Candidate(_name(plan, whole, where, who), plan, _reasons(plan, whole))
+            if bool(layers_there(plan)) == experts_there:
+                yield Candidate(_name(plan, whole, where, who), plan, _told(plan, whole))
         if not any(map(_ffn_elsewhere, found.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
         where = " and in RAM" if _reads(cached) else ""
         name = _name(cached, skeleton, f", in caches on the device{where}", _LINK)
-        yield Candidate(name, cached, _reasons(cached, skeleton))
+        yield Candidate(name, cached, _told(cached, skeleton))
 
 
 def _cached_there(skeleton: Skeleton) -> Plan | None:
@@ -116,12 +115,6 @@ def _lifted_rows(problem: Problem, part: Part) -> int:
     return 1 << _MOST_POWER
 
 
-def _layers_there(plan: Plan) -> int:
-    """Layers whose experts are at home on the device."""
-    parts = plan.parts
-    return len({u.part for u in plan.units if u.home == GPU.executor and parts[u.part].kind == "experts"})
-
-
 def _reads(plan: Plan) -> bool:
     """Whether some weights but embedding rows are at home on a disk."""
     return any(is_disk(unit.home) and unit.part != "embed" for unit in plan.units)
@@ -138,42 +131,11 @@ def _name(plan: Plan, skeleton: Skeleton, where: str, who: str) -> str:
     words about who computes shared experts and dense FFNs outside device memory."""
     if all_there(plan):
         return WHOLE
-    layers = ", those of some layers on the device" if _layers_there(plan) else ""
+    layers = ", those of some layers on the device" if layers_there(plan) else ""
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
     kv = ", KV in RAM" if skeleton.kv_home == HOST else ""
     return f"{NAME}{where}{layers}{who}{cpu}{kv}"
 
 
-def _reasons(plan: Plan, skeleton: Skeleton) -> tuple[str, ...]:
-    parts, found = plan.parts, list[str]()
-    every = sum(part.kind == "experts" for part in parts.values())
-    if layers := _layers_there(plan):
-        found.append(f"experts of {layers} of {every} layers are among them, with their routers")
-    there = [cache for cache in plan.caches if cache.executor != HOST]
-    if layers < every:
-        which = "the other" if layers or there else "the"
-        found.append(f"the CPU computes {which} experts: {_experts_reason(plan)}")
-    if there:
-        slots, rows = [cache.slots for cache in there], there[0].lifted_rows
-        found.append(
-            f"caches in device memory for {min(slots)} of {parts[f'{there[0].layer}.experts'].experts} experts a"
-            f" layer: the CPU computes what is missing for fewer than {rows} rows, and it is lifted for later tokens"
-        )
-    if len(there) < len(plan.caches):
-        found.append(f"beneath these in RAM {caches_reason(plan)}" if there else caches_reason(plan))
-    if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
-        found.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
-    where, *others = device.reasons(plan, skeleton)
-    return where, *found, *others
-
-
-def _experts_reason(plan: Plan) -> str:
-    """Where the experts lie, and why the CPU takes them."""
-    parts, nbytes = plan.parts, {True: 0, False: 0}
-    for unit in plan.units:
-        if parts[unit.part].kind == "experts" and unit.home != GPU.executor:
-            nbytes[is_disk(unit.home)] += plan.unit_bytes(unit)
-    if not nbytes[True]:
-        return f"all {format_bytes(nbytes[False])} of them are in RAM, which it reads faster than the link"
-    some = f"{format_bytes(nbytes[False])} of them stay in RAM, " if nbytes[False] else ""
-    return f"{some}{format_bytes(nbytes[True])} are at home on the disk"
+def _told(plan: Plan, skeleton: Skeleton) -> tuple[str, ...]:
+    return with_experts(plan, lift_reason(skeleton.problem, skeleton.ring_bytes), skeleton.prompts)

@@ -98,7 +98,7 @@ def caching(
     budget = problem.spare_bytes(skeleton.plan(on_device, {}, caches([1] * len(experts))), HOST)
     if budget is None:
         return None
-    memory = fill_memory(problem, on_device, budget, cached=True)
+    memory = fill_memory(problem, on_device, budget, without=("experts",), looked_up=False)
     left = budget - problem.bytes_of(memory) - ARENA_ALIGN
     plan = skeleton.plan(on_device, memory, caches(share_slots(experts, left)))
     return plan if problem.fits(plan, HOST) and (not above or problem.fits(plan)) else None
@@ -130,21 +130,22 @@ def fill_device(skeleton: Skeleton, budget: int, experts: bool = False) -> Resid
     return stays
 
 
-def fill_memory(problem: Problem, on_device: Resident, budget: int, cached: bool = False) -> Resident:
+def fill_memory(
+    problem: Problem, on_device: Resident, budget: int, without: Sequence[str] = (), looked_up: bool = True
+) -> Resident:
     """The granules that `budget` bytes of RAM hold: even shares of everything that is not on the device. A tied
     embedding stays before all else: it is the head too, and if it streamed, the row of each token would have to be read
-    on its own as well. One of which single rows are looked up stays only if there is room left. `cached`: no experts
-    stay, because they have caches, which are a better use of room than single rows."""
+    on its own as well. `without`: kinds of parts that do not stay. `looked_up`: an embedding of which single rows are
+    looked up stays if there is room left. (Slots for experts are a better use of it.)"""
     rest = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
-    every = [part for part in problem.parts.values() if part.kind not in PINNED and rest[part.key]]
-    every = [part for part in every if not cached or part.kind != "experts"]
+    kinds = (*PINNED, *without)
+    every = [part for part in problem.parts.values() if part.kind not in kinds and rest[part.key]]
     embed = problem.parts["embed"]
-    looked_up = [part for part in every if part.key == problem.gathered]
     stays: Resident = {}
     if problem.spec.tied and rest["embed"] and rest["embed"] * embed.granule_bytes <= budget:
         stays["embed"] = rest["embed"]
-    shared = [part for part in every if part not in looked_up and part.key not in stays]
+    shared = [part for part in every if part.key not in (problem.gathered, *stays)]
     stays |= share_out(shared, budget - problem.bytes_of(stays), rest)
-    if not cached and sum(part.nbytes for part in looked_up) <= budget - problem.bytes_of(stays):
-        stays |= all_of(looked_up)
+    if looked_up and problem.gathered and rest["embed"] and embed.nbytes <= budget - problem.bytes_of(stays):
+        stays |= all_of([embed])
     return stays

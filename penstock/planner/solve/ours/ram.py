@@ -13,11 +13,10 @@ from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.firing import Firing
-from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.reasons import without_device
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
-from penstock.planner.solve.ours.asking import reason as asked_reason
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
@@ -27,8 +26,7 @@ from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED
 from penstock.spec.places import CPU, DISK, HOST
-from penstock.spec.plan import Plan
-from penstock.units import MIB, format_bytes, format_mib_up
+from penstock.units import MIB, format_mib_up
 
 MAX_RING_BYTES = 256 * MIB
 
@@ -159,7 +157,7 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
         whole = size.plan({})
         if problem.fits(whole):
             if size.chunk_rows <= fill.CHUNK_ROWS:  # longer chunks only save reading, and this plan reads nothing
-                yield [Candidate("RAM", whole, _reasons(whole, problem.ask))]
+                yield [Candidate("RAM", whole, without_device(whole, problem.ask))]
             return
     for ring in rings:
         sized = replace(size, host_ring_bytes=ring)
@@ -175,45 +173,4 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
             plans[f"neurons that fire from the disk, slots for {recent:.0%}"] = asking(sized, 0.0, recent)
         fitting = {name: plan for name, plan in plans.items() if plan is not None}
         if fitting:
-            yield [Candidate(name, plan, _reasons(plan, problem.ask)) for name, plan in fitting.items()]
-
-
-def _reasons(plan: Plan, ask: Ask) -> tuple[str, ...]:
-    homes, in_memory = weights_bytes(plan), kv_layers(plan, HOST)
-    total_bytes = sum(homes.values())
-    layers = len(plan.target.spec.layers)
-    kv = f"KV in {plan.kv[0].format.name}: {'asked for' if ask.kv else 'the width of the checkpoint'}"
-    if in_memory < layers:
-        which = "all layers" if not in_memory else f"{layers - in_memory} of {layers} layers"
-        why = "asked for" if ask.kv_home else "it would not fit"
-        kv += f"; that of {which} lives on the disk ({why}), and comes into memory a layer ahead"
-    if DISK.tier not in homes:
-        return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
-    if plan.caches:
-        found, read = [caches_reason(plan)], "all experts"
-        if guesses := max(cache.guesses for cache in plan.caches):
-            found.append(
-                f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing:"
-                " that gains time by what routers said"
-            )
-    elif any(unit.asked for unit in plan.units):
-        found, read = [asked_reason(plan)], "all neurons"
-    else:
-        ring, read = plan.ring_bytes.get(HOST, 0), "what streams"
-        found = [
-            f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread"
-            " evenly over the layers; the rest streams from disk",
-            f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(fill.UNIT_BYTES, ring // 4))}",
-        ]
-    return *found, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
-
-
-def caches_reason(plan: Plan) -> str:
-    """A sentence about a plan's caches in RAM."""
-    slots = [cache.slots for cache in plan.caches if cache.executor == HOST]
-    part = plan.parts[f"{plan.caches[0].layer}.experts"]
-    some = f"{min(slots)} to {max(slots)}" if min(slots) < max(slots) else str(slots[0])
-    return (
-        f"caches for {some} of {part.experts} experts a layer ({format_bytes(sum(slots) * part.least_bytes)}):"
-        f" a token loads those that it wants and that are not there, {format_bytes(part.least_bytes)} each"
-    )
+            yield [Candidate(name, plan, without_device(plan, problem.ask)) for name, plan in fitting.items()]

@@ -49,7 +49,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def plan(
-    problem: Problem, choice: memory.Choice, kv_home: Tier, chunk_rows: int, order: str | None = None,
+    problem: Problem, choice: memory.Configuration, kv_home: Tier, chunk_rows: int, order: str | None = None,
     whole_blocks: bool = True,
 ) -> Plan:  # fmt: skip
     """The complete plan of a choice, whether it fits or not.
@@ -86,7 +86,7 @@ def _homes(problem: Problem) -> tuple[Tier, ...]:
     return memory.HOMES if memory.limits_of(problem).link_is_faster else (GPU.executor, DISK.tier)
 
 
-def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
+def _whole(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan] | None:
     """The first plan that fits: with all weights in the nearest home, with the nearest KV, with whole blocks, with the
     longest chunks of prompts. Only the memory-saving pipeline may cut blocks. None if nothing fits."""
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
@@ -98,7 +98,7 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None
     }
     cuts = (True, False) if pipeline == "saving" else (True,)
     for home in (home for home in _homes(problem) if not too_large.get(home)):  # a quick check by the weights alone
-        choice = memory.Choice(home, pipeline, float(home == GPU.executor))
+        choice = memory.Configuration(home, pipeline, float(home == GPU.executor))
         kv_homes = (GPU.executor, HOST) if home == GPU.executor else (HOST,)
         for kv_home, whole_blocks, rows in product(kv_homes, cuts, chunk_options(problem.ask)):
             found = plan(problem, choice, kv_home, rows, whole_blocks=whole_blocks)
@@ -107,14 +107,14 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None
     return None
 
 
-def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | None:
+def _partial(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan] | None:
     """The same share of every part on the device, as large as fits, and the rest in the nearest home that has room. The
     chunks of prompts are the longest that fit with nothing on the device. None if nothing fits."""
     for home in (home for home in _homes(problem) if home != GPU.executor):
 
         @cache
         def plan_of(rows: int, shares: int, home: Tier = home) -> Plan:
-            return plan(problem, memory.Choice(home, pipeline, shares / _SHARES), HOST, rows)
+            return plan(problem, memory.Configuration(home, pipeline, shares / _SHARES), HOST, rows)
 
         fitting = (rows for rows in chunk_options(problem.ask) if problem.fits(plan_of(rows, 0), GPU.executor))
         rows = next(fitting, None)
@@ -122,16 +122,16 @@ def _partial(problem: Problem, pipeline: str) -> tuple[memory.Choice, Plan] | No
             continue
         shares = problem.most_on_device(_SHARES - 1, partial(plan_of, rows))
         if shares and problem.fits(plan_of(rows, shares)):
-            return memory.Choice(home, pipeline, shares / _SHARES), plan_of(rows, shares)
+            return memory.Configuration(home, pipeline, shares / _SHARES), plan_of(rows, shares)
     return None
 
 
-def _candidate(problem: Problem, choice: memory.Choice, plan: Plan) -> Candidate:
+def _candidate(problem: Problem, choice: memory.Configuration, plan: Plan) -> Candidate:
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
     return Candidate(NAMES[choice.pipeline] + partly, plan, _reasons(problem, choice, plan))
 
 
-def _reasons(problem: Problem, choice: memory.Choice, plan: Plan) -> tuple[str, ...]:
+def _reasons(problem: Problem, choice: memory.Configuration, plan: Plan) -> tuple[str, ...]:
     """A sentence with the result of Eq. 1 by the paper's account of bytes, and sentences about the plan."""
     ask, limits, s = problem.ask, memory.limits_of(problem), memory.sizes(problem.spec, problem.weights, problem.kv)
     tokens = ask.prompt_tokens + ask.output_tokens

@@ -89,7 +89,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MachineLimits:
     """What a machine has: M_GPU and M_CPU in bytes, and the speeds of the link and of the disk."""
 
     device_bytes: float
@@ -104,7 +104,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Configuration:
     """A configuration. `on_device`: the share of the weights that is at home on the device; `home`: the home of the
     rest; `pipeline`: one of PIPELINES."""
 
@@ -151,7 +151,7 @@ def peak_bytes(s: Sizes, batch: int, tokens: int, pipeline: str) -> float:
     return peaks(s, batch, tokens, "prefill", pipeline == "overlapped").peak
 
 
-def equation_1(s: Sizes, batch: int, tokens: int, limits: Limits) -> Choice:
+def equation_1(s: Sizes, batch: int, tokens: int, limits: MachineLimits) -> Configuration:
     """The configuration that Eq. 1 chooses, exactly as published. If neither memory has room, it is the disk, whose
     size the equation does not ask for."""
     need, kv = peak_bytes(s, batch, tokens, "overlapped"), s.kv_total_bytes(batch, tokens)
@@ -161,14 +161,14 @@ def equation_1(s: Sizes, batch: int, tokens: int, limits: Limits) -> Choice:
         home = HOST
     else:
         home = DISK.tier
-    return Choice(home, "overlapped" if need < limits.device_bytes else "saving", float(home == GPU.executor))
+    return Configuration(home, "overlapped" if need < limits.device_bytes else "saving", float(home == GPU.executor))
 
 
-def limits_of(problem: Problem) -> Limits:
+def limits_of(problem: Problem) -> MachineLimits:
     """The limits of a problem: the bytes that may be taken of both memories, and the machine's rates of lifts and of
     loads."""
     link, disk = (problem.cost.bytes_per_s(lane, op, problem.weights.kind) for lane, op in _MOVES)
-    return Limits(problem.device_bytes, problem.host_bytes, link, disk)
+    return MachineLimits(problem.device_bytes, problem.host_bytes, link, disk)
 
 
 _MOVES = ((GPU.to_device, "lift"), (DISK.reads, "load"))

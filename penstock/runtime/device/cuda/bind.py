@@ -90,12 +90,12 @@ class TorchBinding:
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
         batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
-        final = op.layer is None
-        shape = (len(batch.logits) if final else batch.total_rows, width)
+        some = op.layer is None and not op.every
+        shape = (len(batch.logits) if some else batch.total_rows, width)
         dense.norm_in(
             self._rows(op.x, batch.total_rows), self._view(op.norms), self._parts[key], op.which, self._spec, present,
             self._typed(op.h, torch.float32, shape), self._kernels, self._scratch(op.scratch),
-            self._tables[batch.id].chosen if final else None,
+            self._tables[batch.id].chosen if some else None,
         )  # fmt: skip
 
     def _head(self, call: Call, op: ops.Head) -> None:

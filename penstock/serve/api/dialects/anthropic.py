@@ -213,8 +213,8 @@ class MessageForm:
         content: list[dict[str, Any]] = []
         if read.thought:
             content.append({"type": "thinking", "thinking": read.thought, "signature": ""})
-        if read.said.strip() or not read.calls:
-            content.append({"type": "text", "text": read.said.strip() if read.calls else read.said})
+        if read.said or not read.calls:
+            content.append({"type": "text", "text": read.said})
         for call in read.calls:
             content.append({**_use(call.name), "input": _object(call.arguments)})
         ends = {**_end(answer, bool(read.calls)), "usage": _usage(used)}

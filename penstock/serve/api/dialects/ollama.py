@@ -1,16 +1,17 @@
-"""Ollama's API: /api/chat and /api/generate, streamed line by line unless told otherwise; tags, show, ps, version."""
+"""Ollama's API: /api/chat and /api/generate, streamed line by line unless told otherwise; embed; tags, show, ps,
+version."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 
 import penstock
@@ -18,8 +19,9 @@ from penstock.errors import BadRequest, PenstockError
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
+from penstock.serve.api.embeddings import AskedVectors, Vectors, embedded, numbers
 from penstock.serve.api.shelf import Shelf
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, Sent
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, NoImages, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
@@ -32,7 +34,8 @@ _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 class Options(Sent):
     """How tokens are chosen. `num_predict`: -1 and -2 for as many as the context has room for. `num_ctx`: refused where
-    it is more than the server's context, and means nothing otherwise."""
+    it is more than the server's context, and means nothing otherwise. Nor do those that follow `stop`: they tell Ollama
+    how to compute, and change no answer."""
 
     num_predict: int | None = Field(default=None, ge=-2, le=MAX_TOKENS)
     num_ctx: int | None = Field(default=None, ge=1)
@@ -45,6 +48,16 @@ class Options(Sent):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     stop: str | list[str] | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
 
 
 class _Asked(Sent):
@@ -82,7 +95,10 @@ class CalledFunction(Sent):
 
 
 class Called(Sent):
+    """`index`: Open WebUI has it here, Ollama beside the name."""
+
     id: str | None = None
+    index: int | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
@@ -96,7 +112,7 @@ class Message(Sent):
     tool_calls: list[Called] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: None = None
+    images: NoImages = None
 
     def plain(self, call: str) -> dict[str, Any]:
         """The message as chat templates take it. `call`: the id of the call that a tool's message answers."""
@@ -136,7 +152,27 @@ class OllamaGenerate(_Asked):
     preface: str | None = Field(default=None, alias="system")
     raw: bool = False
     suffix: Literal[""] | None = None
-    images: None = None
+    images: NoImages = None
+
+
+class OllamaEmbed(Sent):
+    """A body of /api/embed. `truncate`: what is longer than the context loses its end, else it is refused."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool = True
+    dimensions: int | None = Field(default=None, ge=0, le=1 << 20)
+    options: Options | None = None
+    keep_alive: str | int | float | None = None
+
+
+class OllamaEmbedding(Sent):
+    """A body of /api/embeddings, which older clients send."""
+
+    model: str
+    prompt: str = ""
+    options: Options | None = None
+    keep_alive: str | int | float | None = None
 
 
 @dataclass
@@ -212,6 +248,18 @@ def _json_line(body: dict[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode() + b"\n"
 
 
+def _vectors_body(found: Vectors, before: str, after: str, more: dict[str, Any]) -> Response:
+    """An object with the vectors between two texts, and with other fields, vector by vector."""
+
+    def pieces() -> Iterator[str]:
+        yield "{" + before
+        for i, each in enumerate(found.vectors):
+            yield (", " if i else "") + numbers(each)
+        yield after + json.dumps({**found.about, **more})[1:]
+
+    return StreamingResponse(pieces(), media_type="application/json")
+
+
 class Named(Sent):
     """A body of /api/show, which older clients send with `name`."""
 
@@ -239,7 +287,7 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
             **about, messages=messages, tools=tools, form=form, context=(body.options or Options()).num_ctx
         )
 
-    async def loaded(body: OllamaChat | OllamaGenerate, empty: dict[str, Any]) -> Response:
+    async def loaded(body: _Asked | OllamaEmbed | OllamaEmbedding, empty: dict[str, Any]) -> Response:
         """The answer to a request that says nothing: the model is loaded."""
         hold = await desk.hold(ours(body.model))
         hold.end()
@@ -259,6 +307,28 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
         system = [{"role": "system", "content": body.preface}] if body.preface else []
         given = asked(body, [*system, {"role": "user", "content": body.prompt}], None)
         return await desk.chat(request, given, raw=body.prompt if body.raw else None)
+
+    def vectors(body: OllamaEmbed | OllamaEmbedding, inputs: list[str], **how: Any) -> AskedVectors:
+        return AskedVectors(ours(body.model), inputs, context=(body.options or Options()).num_ctx, **how)
+
+    @app.post("/api/embed")
+    async def embed(body: OllamaEmbed, request: Request) -> Response:
+        begin_s = time.perf_counter()
+        inputs = [body.input] if isinstance(body.input, str) else body.input
+        if not inputs or inputs == [""]:
+            return await loaded(body, {"embeddings": []})
+        asked = vectors(body, inputs, dimensions=body.dimensions or None, cuts=body.truncate)
+        found = await embedded(desk, request, asked)
+        took = {"total_duration": round((time.perf_counter() - begin_s) * 1e9), "load_duration": 0}
+        return _vectors_body(found, '"embeddings": [', "], ", {**took, "prompt_eval_count": found.prompt_tokens})
+
+    @app.post("/api/embeddings")
+    async def embedding(body: OllamaEmbedding, request: Request) -> Response:
+        """Ollama leaves these at the length that they have."""
+        if not body.prompt:
+            return await loaded(body, {"embedding": []})
+        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=True))
+        return _vectors_body(found, '"embedding": ', ", ", {})
 
     def details(name: str) -> dict[str, Any]:
         now = shelf.now
@@ -292,8 +362,10 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
         tokenizer = now.service.engine.tokenizer if now is not None and loaded else None
         context = now.service.engine.plan.context if now is not None and loaded else None
         family = details(name)["family"]
+        also = ["thinking"] if tokenizer and tokenizer.thinks else []
+        also += ["embedding"] if now is not None and loaded and now.service.engine.pooling else []
         return {
             "details": details(name),
             "model_info": {"general.architecture": family, f"{family}.context_length": context} if loaded else {},
-            "capabilities": ["completion", "tools", *(["thinking"] if tokenizer and tokenizer.thinks else [])],
+            "capabilities": ["completion", "tools", *also],
         }

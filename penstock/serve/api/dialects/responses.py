@@ -18,7 +18,7 @@ from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.shape import call_id
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, Sent
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, TEXT_ALONE, Sent
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
@@ -34,7 +34,7 @@ class _Given(BaseModel):
 
 
 class TextPart(_Given):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    type: Annotated[Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"], TEXT_ALONE]
     text: str
 
 
@@ -337,8 +337,8 @@ class _Events:
 def _items(read: Collected, cut: bool) -> list[dict[str, Any]]:
     """All items of an answer, of which the last one is incomplete where the answer was cut."""
     found = [_item("reasoning", read.thought)] if read.thought else []
-    if read.said.strip() or not read.calls:
-        found.append(_item("message", read.said.strip() if read.calls else read.said))
+    if read.said or not read.calls:
+        found.append(_item("message", read.said))
     found += [_call_item(call.name, call.arguments) for call in read.calls]
     for item in found:
         item["status"] = "incomplete" if cut and item is found[-1] else "completed"

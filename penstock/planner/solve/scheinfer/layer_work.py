@@ -22,8 +22,8 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.solve.fill import all_of
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.planner.solve.skeleton import RING_BYTES, device_skeleton
-from penstock.planner.solve.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
@@ -31,7 +31,7 @@ from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 _SLICES = 3  # GG, CG and CC, which the FFN of a lowered plan has in equal shares
 
 
-class Step(NamedTuple):
+class PassSize(NamedTuple):
     """The size of a pass: one batch of `seqs` sequences, each with `rows` rows from position `start` on."""
 
     purpose: str
@@ -84,12 +84,12 @@ class LayerWork:
         self.problem, self.ring_bytes = problem, ring_bytes
         self._first = {layer: i for i, layer in reversed(list(enumerate(problem.spec.layers)))}
 
-    def decode(self) -> Step:
+    def decode(self) -> PassSize:
         """The decode pass that predictions are of, half-way through the output."""
         ask = self.problem.ask
-        return Step("decode", ask.batch, 1, ask.prompt_tokens + ask.output_tokens // 2)
+        return PassSize("decode", ask.batch, 1, ask.prompt_tokens + ask.output_tokens // 2)
 
-    def chunks(self, chunk_rows: int) -> Iterator[tuple[Step, int]]:
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[PassSize, int]]:
         """(pass, how often it comes) of reading the prompts in chunks of `chunk_rows` rows. As in `passes.prompts`, the
         prompts of a batch share passes."""
         ask = self.problem.ask
@@ -97,9 +97,9 @@ class LayerWork:
         for rows, count in ((chunk_rows, whole), (last, int(last > 0))):
             if count:
                 seqs = max(1, rows // ask.prompt_tokens)
-                yield Step("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
+                yield PassSize("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
 
-    def ffn(self, layer: Layer, step: Step, shares: Shares) -> FfnBlock:
+    def ffn(self, layer: Layer, step: PassSize, shares: Shares) -> FfnBlock:
         """The FFN of a layer in a pass. Its lifts run ahead while the device computes the rest of the layer."""
         block, cost, kind = self._learned(layer, step, shares).block, self.problem.cost, self.problem.weights.kind
         away = (1 - shares.attention) * self._part(layer, "attn").nbytes if shares.attends else 0.0
@@ -107,7 +107,7 @@ class LayerWork:
         ring_s = cost.least_s(GPU.to_device, "lift", kind, 1, self.ring_bytes)
         return replace(block, lanes=replace(block.lanes, ring_s=ring_s, link_also_s=block.lanes.link_also_s + lift_s))
 
-    def prompt_s(self, layer: Layer, step: Step, shares: Shares, r_cg: float) -> Callable[[int], float]:
+    def prompt_s(self, layer: Layer, step: PassSize, shares: Shares, r_cg: float) -> Callable[[int], float]:
         """n_g → the layer's period in seconds in a chunk of a prompt, where the device computes n_g of the chunk's
         tokens with the CPU's weights (ScheInfer Eq. 15).
 
@@ -136,7 +136,7 @@ class LayerWork:
         away += (1 - shares.attention) * self._part(layer, "attn").nbytes
         return self.problem.cost.least_s(DISK.reads, "load", self.problem.weights.kind, 1, shares.disk * away)
 
-    def ends_s(self, step: Step, head_stays: bool) -> float:
+    def ends_s(self, step: PassSize, head_stays: bool) -> float:
         """Seconds of a pass outside all layers: the head, and the pause before the next pass. `head_stays`: the head is
         at home on the device. Otherwise it crosses the link, while the device computes."""
         problem, cost = self.problem, self.problem.cost
@@ -153,7 +153,7 @@ class LayerWork:
     def _part(self, layer: Layer, kind: str) -> Part:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
-    def _learned(self, layer: Layer, step: Step, shares: Shares) -> LayerLines:
+    def _learned(self, layer: Layer, step: PassSize, shares: Shares) -> LayerLines:
         key = (layer, step, shares.attends, shares.kv_away)
         return self.problem.learned(key, lambda: _learn(self.problem, *key))
 
@@ -171,7 +171,7 @@ class _LayerSums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: bool) -> LayerLines:
+def _learn(problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_away: bool) -> LayerLines:
     """Learns a layer's seconds by lowering one such layer, and two."""
     ffn, cost = layer.ffns[0], problem.cost
     granules = -(-ffn.neurons // GRANULE_ROWS)
@@ -197,7 +197,7 @@ def _learn(problem: Problem, layer: Layer, step: Step, attends: bool, kv_away: b
     return LayerLines(block, ends_s)
 
 
-def _sums(problem: Problem, layers: tuple[Layer, ...], step: Step, attends: bool, kv_away: bool) -> _LayerSums:
+def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, attends: bool, kv_away: bool) -> _LayerSums:
     """The sums of a pass through these layers. The FFN of each lies in slices GG, CG and CC of one unit each."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
     attention, kv_home = len(layers) if attends else 0, HOST if kv_away else GPU.executor
@@ -227,62 +227,33 @@ class Estimate:
     first layers. `head`: the head is at home on the device. `reads`: whether a pass reads from a disk."""
 
     def __init__(self, work: LayerWork, chunk_rows: int, shares: Shares, attention_layers: int, head: bool) -> None:
-        problem = work.problem
-        self._output_tokens, self._ffn_there = problem.ask.output_tokens, shares.ffn
-        self._layers, self.reads = problem.layers, shares.disk > 0
-        kinds: dict[tuple[Layer, bool], list[int]] = {}
-        for i, layer in enumerate(problem.spec.layers):
-            kinds.setdefault((layer, i < attention_layers), []).append(i)
-
-        def periods(step: Step) -> list[_Period]:
-            alike = []
-            for (layer, attends), numbers in kinds.items():
-                each = shares if attends else replace(shares, attention=0.0, attends=False, kv_away=False)
-                alike.append(_Period(tuple(numbers), work.ffn(layer, step, each), work.disk_s(layer, each)))
-            return alike
-
-        decode = work.decode()
-        self._decode, self._decode_ends_s = periods(decode), work.ends_s(decode, head)
-        self._prompts = [(count, periods(step), work.ends_s(step, head)) for step, count in work.chunks(chunk_rows)]
+        self._work, self._head, self._r_gg, self.reads = work, head, shares.ffn, shares.disk > 0
+        self._chunks = list(work.chunks(chunk_rows))
+        self._alike: dict[tuple[Layer, Shares], list[int]] = {}  # → the numbers of these layers
+        cpu_attends = replace(shares, attention=0.0, attends=False, kv_away=False)
+        for i, layer in enumerate(work.problem.spec.layers):
+            self._alike.setdefault((layer, shares if i < attention_layers else cpu_attends), []).append(i)
 
     def lifted(self) -> tuple[float, ...]:
         """For each layer, of the FFN outside device memory, the share that the link had best lift in decode:
         r_CG / (1 - r_GG)."""
-        outside = 1 - self._ffn_there
-        if outside <= 0:
-            return (0.0,) * self._layers
-        lifted = [0.0] * self._layers
-        for layers, block, _ in self._decode:
-            share = min(1.0, best_r_cg(block, self._ffn_there)[0] / outside)
-            for i in layers:
-                lifted[i] = share
-        return tuple(lifted)
-
-    def decode_s(self, lifted: tuple[float, ...]) -> float:
-        """Seconds of a decode pass. `lifted`: for each layer a share, as `lifted()` gives it."""
-        return self._pass_s(self._decode, lifted) + self._decode_ends_s
-
-    def prompts_s(self, lifted: tuple[float, ...], prompts: bool) -> float:
-        """Seconds of all prompts. `prompts`: the device computes the CPU's granules too where a prompt is read."""
-        shares = (1.0,) * self._layers if prompts else lifted
-        return sum(count * (self._pass_s(periods, shares) + ends_s) for count, periods, ends_s in self._prompts)
+        outside, best = 1 - self._r_gg, dict[int, float]()
+        for (layer, shares), numbers in self._alike.items() if outside > 0 else ():
+            block = self._work.ffn(layer, self._work.decode(), shares)
+            best |= dict.fromkeys(numbers, min(1.0, best_r_cg(block, self._r_gg)[0] / outside))
+        return tuple(best.get(i, 0.0) for i in range(self._work.problem.layers))
 
     def seconds(self, lifted: tuple[float, ...], prompts: bool) -> float:
-        """Seconds of all answers, which either objective minimises."""
-        return self.prompts_s(lifted, prompts) + self.decode_s(lifted) * self._output_tokens
+        """Seconds of all answers, which either objective minimises. `lifted`: for each layer a share, as `lifted()`
+        gives it. `prompts`: the device computes the CPU's granules too where a prompt is read."""
+        read = (1.0,) * len(lifted) if prompts else lifted
+        prompts_s = sum(count * self.pass_s(step, read) for step, count in self._chunks)
+        return prompts_s + self.pass_s(self._work.decode(), lifted) * self._work.problem.ask.output_tokens
 
-    def _pass_s(self, periods: list[_Period], lifted: tuple[float, ...]) -> float:
-        r_gg, total = self._ffn_there, 0.0
-        for layers, block, disk_s in periods:
-            r_cg = lifted[layers[0]] * (1 - r_gg)
-            total += len(layers) * max(disk_s, block.period_s(r_cg, r_gg))
-        return total
-
-
-class _Period(NamedTuple):
-    """The period of layers that are alike. `layers`: their numbers; `block`, `disk_s`: the FFN of one of them, and the
-    seconds that it reads from the disk."""
-
-    layers: tuple[int, ...]
-    block: FfnBlock
-    disk_s: float
+    def pass_s(self, step: PassSize, lifted: tuple[float, ...]) -> float:
+        """Seconds of a pass."""
+        total = 0.0
+        for (layer, shares), numbers in self._alike.items():
+            period_s = self._work.ffn(layer, step, shares).period_s(lifted[numbers[0]] * (1 - self._r_gg), self._r_gg)
+            total += len(numbers) * max(self._work.disk_s(layer, shares), period_s)
+        return total + self._work.ends_s(step, self._head)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from penstock.planner.homes import weights_bytes
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
-from penstock.planner.solve.layer_work import LayerWork, Shares
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
-from penstock.planner.solve.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU

@@ -1,0 +1,75 @@
+"""`python -m bench.peers.turn MODEL`: penstock reading the new tokens of a chat's turn by the plan of a server, without
+its scheduler and HTTP, as a worker of `bench.serve`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.peers import Answer, serve, token_ids
+from penstock import _native
+from penstock.graph.batch import Batch
+from penstock.graph.ops import attend_cost
+from penstock.graph.passes import DECODE
+from penstock.graph.tasks import Pass, Stream
+from penstock.runtime import host
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.spec import plan as plans
+from penstock.spec.ask import Ask
+
+_ALONE = 1  # the sequence that has nothing before its tokens; 0 has the chat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser.add_argument("--plan", type=Path, required=True, help="the server's: of two sequences at least")
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        plan = plans.loads(wanted.plan.read_text(), str(wanted.plan))
+        engine = Engine.load(wanted.model, Ask(), Loading(cache=wanted.cache, plan=plan))
+        session, spec, length = engine.session, plan.target.spec, 0
+
+        def step(purpose: str, seq: int, start: int, rows: int, then: Stream) -> float:
+            """Takes a pass with rows of one sequence. Returns its seconds."""
+            batch = Batch(0, (seq,), (start,), (rows,), (rows - 1,))
+            tokens = token_ids(spec.vocab, rows, start)
+            start_s = time.perf_counter()
+            session.step(Pass(purpose, (batch,), then), [tokens])
+            return time.perf_counter() - start_s
+
+        def read(tokens: int) -> Answer:
+            """Reads the chat so far."""
+            nonlocal length
+            until = length + tokens
+            while length < until:
+                rows = min(plan.chunk_rows, until - length)
+                step("prefill", 0, length, rows, Stream("prefill", True))
+                length += rows
+            return {"tokens": length}
+
+        def turn(seq: int, rows: int) -> Answer:
+            """Rows of a turn behind what its sequence has, after a token of the answer before it."""
+            start = 0 if seq == _ALONE else length
+            step("decode", seq, max(0, start - 1), 1, Stream("prefill", True))
+            seconds, batch = step("prefill", seq, start, rows, DECODE), Batch(0, (seq,), (start,), (rows,), ())
+            flops = sum(attend_cost(layer.attention, layer.attention.kv_heads, batch, 0)[1] for layer in spec.layers)
+            return {"seconds": seconds, "attend_flops": flops}
+
+        def peak(_: int) -> Answer:
+            return {"float32_flops_per_s": _native.peak_per_s("float32", host.usable_cpus())}
+
+        commands = {"read": read, "turn": lambda rows: turn(0, rows), "alone": lambda rows: turn(_ALONE, rows)}
+        return {}, {**commands, "peak": peak}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Embeddings of texts for clients of all dialects: how they are asked for, computed a few at a time, and written."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from anyio import to_thread
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from numpy.typing import NDArray
+
+from penstock.errors import BadRequest
+from penstock.serve.answering import checked_ids
+from penstock.serve.api.answers import Answers
+from penstock.serve.api.desk import Desk, unless_gone
+from penstock.serve.api.guard import OWNER, SPEND
+from penstock.serve.generation import Generation
+from penstock.serve.pooling import NOT_MADE, Pooling, chosen_pooling, require_dimensions, unit
+from penstock.serve.scheduler import QueueFull
+
+MAX_INPUTS = 2048  # OpenAI's limit
+# Of all vectors of a request together: 16 MiB as they are kept, 50 MB of text, which is made piece by piece.
+MAX_NUMBERS = 1 << 22
+_AT_ONCE = 16  # texts that wait or are read at once, as of a request for answers
+
+Ids = NDArray[np.int32]
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class AskedVectors:
+    """`inputs`: texts, or token ids. `pooling`: None for the model's own. `cuts`: what is longer than the context loses
+    its end, and is not refused. `context`: that the client wants room for."""
+
+    model: str | None
+    inputs: Sequence[str | list[int]]
+    pooling: str | None = None
+    dimensions: int | None = None
+    normalize: bool = True
+    cuts: bool = False
+    context: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """`note`: what is to be said of a model that was not made for embeddings."""
+
+    model: str
+    vectors: list[Vector]
+    prompt_tokens: int
+    note: str | None
+
+    @property
+    def about(self) -> dict[str, str]:
+        """The fields of an object that tell of the model."""
+        return {"model": self.model} | ({"note": self.note} if self.note else {})
+
+
+async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors:
+    """Computes them, a few beside other requests at a time. Raises BadRequest for inputs that are no ids of this model
+    or do not fit the context, and for more numbers than a request may have; as `Service.submit`; Gone."""
+    hold = await desk.hold(asked.model)
+    try:
+        engine = hold.loaded.service.engine
+        plan, tokenizer = engine.plan, engine.tokenizer
+        if asked.context is not None and asked.context > plan.context:
+            raise BadRequest(f"a context of {asked.context} is more than the server's {plan.context}")
+        width = require_dimensions(asked.dimensions, plan.target.spec.d_embed)
+        if not 0 < len(asked.inputs) <= MAX_INPUTS or len(asked.inputs) * width > MAX_NUMBERS:
+            most = min(MAX_INPUTS, MAX_NUMBERS // width)
+            raise BadRequest(f"a request may have 1 to {most} inputs for this model, not {len(asked.inputs)}")
+        prompts: list[Ids] = []
+        for given in asked.inputs:
+            ids = (
+                await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one) if isinstance(given, str) else given
+            )
+            prompts.append(checked_ids(ids[: plan.context] if asked.cuts else ids, plan))
+        pooling = chosen_pooling(asked.pooling, engine.pooling)
+        answers = Answers(hold.loaded.service, 1, request.scope.get(OWNER, ""), desk.post())
+        try:
+            found = await unless_gone(request, _gathered(answers, prompts, pooling, asked))
+        finally:
+            answers.cancel()
+            if SPEND in request.scope:
+                request.scope[SPEND](answers.tokens)
+        note = NOT_MADE if engine.pooling is None else None
+        return Vectors(hold.loaded.name, found, sum(map(len, prompts)), note)
+    finally:
+        hold.end()
+
+
+async def _gathered(answers: Answers, prompts: Sequence[Ids], pooling: Pooling, asked: AskedVectors) -> list[Vector]:
+    """The vectors in the order of the prompts. Where the queue is full of others, those that are under way go on."""
+    found: dict[int, Vector] = {}
+    begun = 0
+
+    def begin() -> int:
+        """Submits what may be under way. Raises QueueFull where nothing is."""
+        number = begun
+        while number < len(prompts) and number - len(found) < _AT_ONCE:
+            try:
+                answers.submit(prompts[number].tolist(), pooling, asked.priority)
+            except QueueFull:
+                if number == len(found):
+                    raise
+                break
+            number += 1
+        return number
+
+    begun = begin()
+    async for index, piece in answers.pieces():
+        if isinstance(piece, Generation):
+            assert piece.embedding is not None
+            whole, count = piece.embedding, asked.dimensions
+            found[index] = unit(whole, count) if asked.normalize else whole[:count]
+            begun = begin()
+    return [found[i] for i in range(len(prompts))]
+
+
+def numbers(vector: Vector) -> str:
+    """A vector as JSON. Nine digits tell a float32 from all others."""
+    return "[" + ",".join(map("{:.9g}".format, vector.tolist())) + "]"
+
+
+def as_base64(vector: Vector) -> str:
+    """A vector as OpenAI's clients ask for it: little-endian float32."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def openai_body(found: Vectors, encoded: bool) -> dict[str, Any]:
+    """The whole object of /v1/embeddings. For servers that have many vectors `openai_response` takes less memory."""
+    data = [
+        {"object": "embedding", "index": i, "embedding": as_base64(each) if encoded else json.loads(numbers(each))}
+        for i, each in enumerate(found.vectors)
+    ]
+    return {"object": "list", "data": data, **found.about, "usage": _usage(found)}
+
+
+def openai_response(found: Vectors, encoded: bool) -> Response:
+    """As `openai_body`, vector by vector."""
+
+    def pieces() -> Iterator[str]:
+        yield '{"object": "list", "data": ['
+        for i, each in enumerate(found.vectors):
+            written = f'"{as_base64(each)}"' if encoded else numbers(each)
+            yield f'{", " if i else ""}{{"object": "embedding", "index": {i}, "embedding": {written}}}'
+        yield "], " + json.dumps({**found.about, "usage": _usage(found)})[1:]
+
+    return StreamingResponse(pieces(), media_type="application/json")
+
+
+def _usage(found: Vectors) -> dict[str, int]:
+    return {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}

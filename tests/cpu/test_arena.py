@@ -1,0 +1,84 @@
+"""Pages of arenas that are taken while weights are already read."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.runtime import arena
+from penstock.runtime.arena import Arenas, _Pages
+from penstock.serve.sampling import SamplingParams
+from penstock.store.packed import open_packed
+from tests.cpu.engines import load, make_model, streaming
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("at_once_bytes", [0, 1 << 40])
+def test_weights_are_read_meanwhile(at_once_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path, "llama", "float32")
+    plan = streaming(open_packed(folder), ("norms", "edges", "attn"))
+    with load(folder, plan) as engine:
+        expected = engine.session.loaded_bytes
+    monkeypatch.setattr(arena, "_AT_ONCE_BYTES", at_once_bytes)
+    with load(folder, plan) as engine:
+        session = engine.session
+        assert session.loaded_bytes == expected and 0 < session.pages_s <= session.ready_s
+        assert 0 <= session.loading.bytes <= expected and session.loading.seconds > 0
+        assert len(engine.generate_ids([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
+
+
+class Slow:
+    """A memory of 3 turns, each of which waits to be let through."""
+
+    nbytes = 3 * 256 * MIB
+
+    def __init__(self) -> None:
+        self.begun, self.through, self.turns = threading.Event(), threading.Event(), list[tuple[int, int]]()
+
+    def populate(self, threads: int, lo: int, hi: int) -> None:
+        self.turns.append((lo, hi))
+        self.begun.set()
+        assert self.through.wait(10)
+
+
+def test_stops_between_two_turns() -> None:
+    memory: Any = Slow()
+    pages = _Pages((memory,))
+    pages.begin()
+    assert memory.begun.wait(10) and pages.taking_s is None
+    stopping = threading.Thread(target=pages.stop)
+    stopping.start()
+    stopping.join(0.05)
+    assert stopping.is_alive()  # memory under way may not be given back
+    pages._stopped.wait(10)
+    memory.through.set()
+    stopping.join(10)
+    assert len(memory.turns) == 1 and pages.taking_s is None
+
+
+def test_takes_all_in_order() -> None:
+    memories: Any = (Slow(), Slow())
+    for memory in memories:
+        memory.through.set()
+    pages = _Pages(memories)
+    pages.begin()
+    pages.wait()
+    turn = 256 * MIB
+    assert [m.turns for m in memories] == [[(0, turn), (turn, 2 * turn), (2 * turn, 3 * turn)]] * 2
+    assert pages.taking_s is not None
+    pages.stop()
+
+
+def test_memory_stays_until_pages_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing at once, again and again, while a thread takes pages."""
+    plan = streaming(open_packed(make_model(tmp_path, "llama", "float32")))
+    monkeypatch.setattr(arena, "_AT_ONCE_BYTES", 0)
+    for _ in range(20):
+        arenas = Arenas(plan, ahead=True)
+        assert not np.any(arenas.whole("host.ring"))
+        arenas.close()
