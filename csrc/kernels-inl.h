@@ -130,7 +130,7 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
     const int together = few ? 1 : weights.count;
     // A thread's part of a granule may be short (KV heads of a small model). Then the bytes kAhead further on are not
     // its own. So it fetches the cuts that it takes next, or its tiles of the next granule.
-    const bool short_tiles = cuts.width * m.tile_bytes() <= kAhead;
+    const bool short_tiles = std::size_t(cuts.width) * m.tile_bytes() <= kAhead;
     const int cuts_ahead = static_cast<int>(kAhead / (std::size_t(cuts.width) * m.tile_bytes())) + 1;
     for (int g = 0; g < weights.count; g += together) {
         for (int cut = lo; cut < hi; ++cut) {

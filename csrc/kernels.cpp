@@ -19,12 +19,16 @@ const Kernels* find_kernels(const char* name) {
         has_feature("avx512vnni")) {
         return &kAvx512Kernels;
     }
+#elif defined(__aarch64__)
+    if (is("neon") && has_feature("neon")) return &kNeonKernels;
+    if (is("dotprod") && has_feature("dotprod")) return &kDotprodKernels;
+    if (is("i8mm") && has_feature("dotprod") && has_feature("i8mm")) return &kI8mmKernels;
 #endif
     return nullptr;
 }
 
 const Kernels* best_kernels() {
-    for (const char* isa : {"avx512", "avxvnni", "avx2"}) {
+    for (const char* isa : {"avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon"}) {
         if (const Kernels* kernels = find_kernels(isa)) return kernels;
     }
     return &kPortableKernels;

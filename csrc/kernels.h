@@ -497,13 +497,14 @@ struct Kernels {
     std::uint64_t (*hash)(const std::byte* data, std::size_t nbytes);
 };
 
-// The table of an instruction set ("avx512", "avxvnni", "avx2", "portable"); null if this build or processor has none
-// of that name.
+// The table of an instruction set ("avx512", "avxvnni", "avx2", on ARM "i8mm", "dotprod", "neon", and "portable"); null
+// if this build or processor has none of that name.
 const Kernels* find_kernels(const char* isa);
 
 // The fastest table that this processor has.
 const Kernels* best_kernels();
 
-extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels;
+extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels, kNeonKernels, kDotprodKernels,
+    kI8mmKernels;
 
 }  // namespace penstock

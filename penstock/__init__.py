@@ -26,9 +26,15 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: so `import penstock` costs milliseconds, and loads no numpy."""
+    """A public name, imported when it is first used: so `import penstock` costs milliseconds, and loads no numpy.
+    Raises ImportError where this system is none that penstock runs on."""
     if name in _HOMES:
         import importlib
+        import sys
 
+        from penstock.elsewhere import why_not
+
+        if (why := why_not(sys.platform)) is not None:
+            raise ImportError(why)
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

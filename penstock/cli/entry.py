@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import sys
 
-_NEEDS_LINUX = "penstock reads weights past the page cache and keeps memory limits by means of Linux"
-_ELSEWHERE = {
-    "win32": f"Windows is not supported: {_NEEDS_LINUX}. It runs inside WSL2 (`wsl --install`)",
-    "darwin": f"macOS is not supported: {_NEEDS_LINUX}. A Linux machine, or a virtual one, runs it",
-}
+from penstock.elsewhere import why_not
 
 
 def main() -> int:
     """Runs one command and returns its exit code."""
-    if (why := _ELSEWHERE.get(sys.platform)) is not None:
+    if (why := why_not(sys.platform)) is not None:
         print(f"penstock: {why}", file=sys.stderr)
         return 2
     try:

@@ -16,7 +16,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import Attention, Ffn, Norm, Routed
 from penstock.spec.parts import Block, Part
 
-ISAS = ("avx512", "avxvnni", "avx2", "portable")
+ISAS = ("avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")  # the fastest of a processor first
 
 
 def available() -> tuple[str, ...]:

@@ -43,6 +43,7 @@ _PRODUCT_S, _DISK_S, _SMALL_READS_S = 0.3, 0.4, 0.1
 _FILE_BYTES = 48 * MIB  # of a file that is written where no model lies on the disk yet
 _SMALL_READ, _LOADS = 64 * KIB, 4
 _PROFILES = Path(penstock.__file__).parent / "machines" / "profiles"
+_NEAREST = "avx2"  # stands for instruction sets of which no machine was measured yet: those of ARM, and portable code
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,16 @@ class Ratios:
 
 
 def profile(isa: str) -> MachineSpec:
-    """The machine that was measured whole with these instructions. Raises BrokenModel where there is none."""
+    """The machine that was measured whole with these instructions, or the nearest one."""
     file = _PROFILES / f"{isa}.json"
+    if not file.exists():
+        file = _PROFILES / f"{_NEAREST}.json"
     return machines.loads(read_text(file), str(file))
 
 
 def quick_probe(folder: Path, kind: str) -> MachineSpec:
     """Measures now, in this process. The disk is the one that holds `folder`; `kind`: the number format that is in use.
-    Raises StorageFailed, and BrokenModel where no machine with this one's instruction set was measured."""
+    Raises StorageFailed."""
     threadpool_limits(1, user_api="blas")
     threads = host.usable_cpus()
     isa, _ = cpu.best_isa()
@@ -87,7 +90,7 @@ def quick_probe(folder: Path, kind: str) -> MachineSpec:
         scaled(like.rates, ratios),
         folder,
         threads,
-        source=f"quick probe {date.today().isoformat()}, the rest scaled from {like.cpu} ({isa})",
+        source=f"quick probe {date.today().isoformat()}, the rest scaled from {like.name}",
         sharing=like.sharing,
         rough=True,
     )

@@ -47,6 +47,7 @@ def test_kernels_need_only_features_that_are_there() -> None:
     avx = {"avx2", "fma", "f16c"}
     needs = {"portable": set(), "avx2": avx, "avxvnni": avx | {"avxvnni"}}
     needs["avx512"] = avx | {"avx512bw", "avx512vl", "avx512dq", "avx512vnni"}
+    needs |= {"neon": {"neon"}, "dotprod": {"dotprod"}, "i8mm": {"dotprod", "i8mm"}}
     features = set(native.cpu_features())
     assert set(available()) == {isa for isa, names in needs.items() if names <= features}
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native as native
+from penstock.kernels.cpu import ISAS
 from tests.xxh3 import xxh3_64
 
 # Of the bytes (i² + 7) mod 251, by the reference implementation, XXH3_64bits of xxHash 0.8.
@@ -31,7 +32,7 @@ def has(isa: str) -> bool:
     return True
 
 
-KERNELS = [isa for isa in ("portable", "avx2", "avxvnni", "avx512") if has(isa)]
+KERNELS = [isa for isa in ISAS if has(isa)]
 
 
 def sums(data: bytes, stride: int, isa: str | None = None) -> list[int]:

@@ -1,0 +1,17 @@
+# Zig's clang, C library headers and libc++, for wheels: it links against the glibc of an old distribution, whatever is
+# here, and for other processors. ZIG: its program. PENSTOCK_TARGET: such as x86_64-linux-gnu.2.28.
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES ZIG PENSTOCK_TARGET)
+set(CMAKE_SYSTEM_NAME Linux)
+string(REGEX REPLACE "-.*" "" CMAKE_SYSTEM_PROCESSOR "${PENSTOCK_TARGET}")
+set(CMAKE_C_COMPILER "${ZIG}" cc -target ${PENSTOCK_TARGET})
+set(CMAKE_CXX_COMPILER "${ZIG}" c++ -target ${PENSTOCK_TARGET})
+# Without -g0 zig writes debug information, ten times the code.
+set(CMAKE_CXX_FLAGS_INIT "-g0")
+foreach(tool ar ranlib)
+  string(TOUPPER ${tool} name)
+  file(WRITE "${CMAKE_BINARY_DIR}/zig-${tool}" "#!/bin/sh\nexec '${ZIG}' ${tool} \"$@\"\n")
+  file(CHMOD "${CMAKE_BINARY_DIR}/zig-${tool}" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+  set(CMAKE_${name} "${CMAKE_BINARY_DIR}/zig-${tool}")
+  set(CMAKE_CXX_COMPILER_${name} "${CMAKE_BINARY_DIR}/zig-${tool}")
+endforeach()
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
