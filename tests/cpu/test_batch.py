@@ -134,7 +134,7 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
         "[" * 100_000,
         json.dumps(good).replace("a king", "\\ud800"),
         {"custom_id": "b", "body": {}},
-        {**good, "custom_id": "c", "url": "/v1/embeddings"},
+        {**good, "custom_id": "c", "url": "/v1/images/generations"},
         {**good, "custom_id": "d", "method": "GET"},
         request(5, prompt="a", max_tokens=-1),
         request(6, prompt="a", stream=True),
