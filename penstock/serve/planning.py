@@ -71,16 +71,18 @@ def _refuse_codes(folder: Path) -> None:
     """Raises UnsupportedModel where a checkpoint has quantised tensors that its config.json says nothing of. Headers
     that cannot be read are for `pack` to complain of: a plan needs config.json alone."""
     for file in sorted(folder.glob("*.safetensors")):
+        found: list[str] = []
         with suppress(PenstockError):
-            for name, tensor in read_header(file).tensors.items():
-                last = name.rpartition(".")[2]
-                if last in CODES or (last == "weight" and tensor.dtype == "F8_E4M3"):
-                    break
-            else:
-                continue
+            found = [name for name, tensor in read_header(file).tensors.items() if _has_codes(name, tensor.dtype)]
+        if found:
             raise UnsupportedModel(
-                f"{folder} has {quoted(name)}, which is quantised, but no {KEY} in {CONFIG} that says how"
+                f"{folder} has {quoted(found[0])}, which is quantised, but no {KEY} in {CONFIG} that says how"
             )
+
+
+def _has_codes(name: str, dtype: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last in CODES or (last == "weight" and dtype == "F8_E4M3")
 
 
 def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:
