@@ -133,6 +133,9 @@ def of_system(traits: Traits, paper: str, system: str) -> Traits:
 
 
 def fitting_tables(paper: str) -> frozenset[str]:
-    """Half of the paper's tables, drawn with SEED: numbers are fitted by these, and judged by all others."""
+    """Half of the paper's tables, drawn with SEED: numbers are fitted by these, and judged by all others. None where no
+    number of the paper's systems is fitted."""
+    if not any(trait.paper == paper and trait.fitted for trait in TRAITS):
+        return frozenset()
     tables = list(dict.fromkeys(figure.table for figure in FIGURES if figure.paper == paper))
     return frozenset(random.Random(SEED).sample(tables, (len(tables) + 1) // 2))
