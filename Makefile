@@ -102,7 +102,7 @@ bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.8
 wheel: .venv/wheel.stamp ## wheels for Linux on x86-64 and aarch64 in dist/, each tried where no compiler is found (ARGS=x86_64: of one)
 	@$(BIN)/python -m tools.wheel $(ARGS)
 
-page-shots: .venv/test.stamp ## pictures of the page in fixed states, into docs/page (needs chromium)
+page-shots: .venv/test.stamp .venv/plot.stamp ## pictures of the page in fixed states, into docs/page (needs chromium)
 	@$(BIN)/python -m bench.page_shots $(ARGS)
 
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)

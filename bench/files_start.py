@@ -64,9 +64,15 @@ class Start:
 
     def _first_word(self) -> tuple[float, float, float]:
         """(seconds from the start of the process to the first byte of its answer, its processor seconds, seconds in
-        which the system made pages ready). The answer is the JSON object of one word, which comes right after it."""
+        which the system made pages ready). The last are of one more run: its JSON object comes well after the word."""
+        seconds, spent_s, _ = self._run()
+        return seconds, spent_s, float(json.loads(self._run("--json")[2])["loading"]["pages_s"])
+
+    def _run(self, *more: str) -> tuple[float, float, bytes]:
+        """(seconds from the start of the process to the first byte that it prints, its processor seconds, all that it
+        prints)."""
         drop_page_cache([self.file])
-        how = ["--json", "--max-tokens", "1", "--temperature", "0", "--raw", "--ignore-eos", "--cache", str(self.cache)]
+        how = ["--max-tokens", "1", "--temperature", "0", "--raw", "--ignore-eos", "--cache", str(self.cache), *more]
         before, start_s = os.times(), time.perf_counter()
         command = [*_COMMAND, "run", str(self.file), "Once upon", *how]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -77,8 +83,7 @@ class Start:
         if process.returncode or not first:
             sys.exit(f"`penstock run {self.file}` ended with {process.returncode} and no word")
         after = os.times()
-        pages_s = json.loads(first + rest)["loading"]["pages_s"]
-        return seconds, sum(after[2:4]) - sum(before[2:4]), pages_s
+        return seconds, sum(after[2:4]) - sum(before[2:4]), first + rest
 
     def _disk_bytes_per_s(self) -> float:
         ceilings = Ceilings([self.file])

@@ -18,12 +18,13 @@
 
 namespace penstock {
 
-const Kernels kDotprodKernels{
-    "dotprod",         &dotprod::project,      &dotprod::head,          &dotprod::out,
-    &dotprod::ffn,     &dotprod::fire_neurons, &dotprod::route,         &dotprod::experts,
-    &dotprod::combine, &dotprod::gate,         &dotprod::qkv,           &dotprod::attend,
-    &dotprod::norm,    &dotprod::merge,        &dotprod::embed,         &dotprod::gather,
-    &dotprod::predict, &dotprod::widen,        &dotprod::int8_products, &dotprod::float_products,
-    &dotprod::hash};
+const Kernels kDotprodKernels{"dotprod",       &dotprod::project,       &dotprod::head,
+                              &dotprod::out,   &dotprod::ffn,           &dotprod::fire_neurons,
+                              &dotprod::route, &dotprod::experts,       &dotprod::combine,
+                              &dotprod::gate,  &dotprod::qkv,           &dotprod::attend,
+                              &dotprod::norm,  &dotprod::order,         &dotprod::merge,
+                              &dotprod::embed, &dotprod::gather,        &dotprod::predict,
+                              &dotprod::widen, &dotprod::int8_products, &dotprod::float_products,
+                              &dotprod::hash};
 
 }  // namespace penstock

@@ -18,11 +18,10 @@
 
 namespace penstock {
 
-const Kernels kI8mmKernels{"i8mm",         &i8mm::project,      &i8mm::head,          &i8mm::out,
-                           &i8mm::ffn,     &i8mm::fire_neurons, &i8mm::route,         &i8mm::experts,
-                           &i8mm::combine, &i8mm::gate,         &i8mm::qkv,           &i8mm::attend,
-                           &i8mm::norm,    &i8mm::merge,        &i8mm::embed,         &i8mm::gather,
-                           &i8mm::predict, &i8mm::widen,        &i8mm::int8_products, &i8mm::float_products,
-                           &i8mm::hash};
+const Kernels kI8mmKernels{
+    "i8mm",       &i8mm::project,       &i8mm::head,           &i8mm::out,   &i8mm::ffn,    &i8mm::fire_neurons,
+    &i8mm::route, &i8mm::experts,       &i8mm::combine,        &i8mm::gate,  &i8mm::qkv,    &i8mm::attend,
+    &i8mm::norm,  &i8mm::order,         &i8mm::merge,          &i8mm::embed, &i8mm::gather, &i8mm::predict,
+    &i8mm::widen, &i8mm::int8_products, &i8mm::float_products, &i8mm::hash};
 
 }  // namespace penstock

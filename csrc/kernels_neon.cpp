@@ -18,11 +18,10 @@
 
 namespace penstock {
 
-const Kernels kNeonKernels{"neon",         &neon::project,      &neon::head,          &neon::out,
-                           &neon::ffn,     &neon::fire_neurons, &neon::route,         &neon::experts,
-                           &neon::combine, &neon::gate,         &neon::qkv,           &neon::attend,
-                           &neon::norm,    &neon::merge,        &neon::embed,         &neon::gather,
-                           &neon::predict, &neon::widen,        &neon::int8_products, &neon::float_products,
-                           &neon::hash};
+const Kernels kNeonKernels{
+    "neon",       &neon::project,       &neon::head,           &neon::out,   &neon::ffn,    &neon::fire_neurons,
+    &neon::route, &neon::experts,       &neon::combine,        &neon::gate,  &neon::qkv,    &neon::attend,
+    &neon::norm,  &neon::order,         &neon::merge,          &neon::embed, &neon::gather, &neon::predict,
+    &neon::widen, &neon::int8_products, &neon::float_products, &neon::hash};
 
 }  // namespace penstock

@@ -17,6 +17,7 @@ struct I {
 using Line = I;
 
 constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr bool kUnpacksBlocks = false, kLooksUpWords = false;
 
 // f of each of the four registers of its operands.
 template <class To, class Function, class... Operands>
@@ -183,6 +184,13 @@ inline Line l_right(Line x, int bits, std::int32_t mask) {
     const auto one = [&](int32x4_t w) {  // a shift to the left by less than nothing
         const uint32x4_t shifted = vshlq_u32(vreinterpretq_u32_s32(w), vdupq_n_s32(-bits));
         return vandq_s32(vreinterpretq_s32_u32(shifted), vdupq_n_s32(mask));
+    };
+    return by_four<Line>(one, x);
+}
+// As l_right, but what comes from the left are copies of the sign.
+inline Line l_right_signed(Line x, int bits, std::int32_t mask) {
+    const auto one = [bits, mask](int32x4_t w) {
+        return vandq_s32(vshlq_s32(w, vdupq_n_s32(-bits)), vdupq_n_s32(mask));
     };
     return by_four<Line>(one, x);
 }

@@ -293,7 +293,7 @@ def _bound(row: Published, policy: Policy, devices: int) -> float | None:
     """The best in the row's metric: all products at the data sheet's speed. The disk has no part in it: the slides
     round it to 2 and 1 GB/s, which Table 8 exceeds."""
     batch = policy.block * (BLOCKS if policy.parts > 1 else devices)
-    flops = weight_bytes(_spec(policy.model, policy.parts), parse_format("float16")) * batch  # two for each weight
+    flops = weight_bytes(_spec(policy.model), parse_format("float16")) * batch  # two for each weight
     step_s, prefill_s = flops / (_FLOPS * devices), flops * policy.prompt / (_FLOPS * devices)
     if row.metric == "decode_tokens_per_s":
         return batch / step_s

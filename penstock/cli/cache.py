@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,7 +69,7 @@ def rm(
     removed = caches.remove(_models(cache), names)
     _tell_cleared(removed, (), as_json)
     for origin in dict.fromkeys(origin for entry in removed for origin in entry.origins):
-        if Path(origin).exists():
+        if os.path.exists(origin):  # Path's raises where a folder above may not be searched
             note(f"stays: {one_line(origin)}, which it was packed from")
 
 

@@ -171,7 +171,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
         print_json(report | ({"frontier": frontier.to_json(points)} if points else {}))
         return
     print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
-    if how.why:
+    if how.why and how.machine_file is None:  # others' figures are of data sheets, and no run has shifted them
         from penstock.serve import lately as rates
 
         print(fitted("\n".join(f"· {line}" for line in rates.why(lately, solved, settle_context(ask, spec)))))

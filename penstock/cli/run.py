@@ -62,7 +62,11 @@ def run(
         str | None, Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
     ] = None,
     no_thinking: Annotated[
-        bool, Option("--no-thinking", help="Do not show what a reasoning model thinks; a terminal shows it dimmed.")
+        bool,
+        Option(
+            "--no-thinking",
+            help="Do not show what a reasoning model thinks; a terminal shows it dimmed. --json and --batch show all.",
+        ),
     ] = False,
     raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
     weights: Weights = None,

@@ -6,8 +6,9 @@ in pages, and in the cost of attention there. The first is lowered, and the othe
 microseconds instead of 1.7 ms for 16 layers, of a step of some 18 ms. A pass begins when the pass before has ended, so
 edges from one pass to the next say nothing new.
 
-Who runs prepared tasks by their batches alone, and never looks at calls, gets tasks of the same form (purpose, batches,
-whether these want logits): of a server's passes there are four, whatever their numbers of rows and sequences.
+Who runs prepared tasks by their batches alone, and never looks at calls, gets tasks of the same form: purpose, batches,
+whether these want logits or hidden states, and where pages are consecutive also whose they are. A server's passes have
+a handful of forms, whatever their numbers of rows and sequences.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Task(NamedTuple):
     `like`: id of an earlier task that differs only in its batches' positions and in what follows from them. -1: none is
     known. Whoever has prepared the earlier task need not prepare this one.
 
-    `batches`: () where the calls have the task's batches. Else they and the slots are those of the earlier task, which
-    may have other numbers of rows, and these are the batches now (`Lowering.step`)."""
+    `batches`: () where the calls have the task's batches. Else they, the slots, `bytes` and `flops` are those of the
+    earlier task, which may have other numbers of rows, and these are the batches now (`Lowering.step`)."""
 
     id: int
     lanes: tuple[Lane, ...]

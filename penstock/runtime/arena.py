@@ -117,11 +117,23 @@ class _Pages:
     def __init__(self, memories: Sequence[_native.Memory]) -> None:
         self._memories, self._stopped = memories, threading.Event()
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self.taking_s: float | None = None
 
     def begin(self) -> None:
-        self._thread = threading.Thread(target=self.take, name="penstock-pages", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._take_here, name="penstock-pages", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads may be started: then this one does it
+            self.take()
+        else:
+            self._thread = thread
+
+    def _take_here(self) -> None:
+        try:
+            self.take()
+        except BaseException as failure:
+            self._failure = failure
 
     def take(self) -> None:
         threads, start_s = host.usable_threads(None), time.perf_counter()
@@ -133,11 +145,15 @@ class _Pages:
         self.taking_s = time.perf_counter() - start_s
 
     def wait(self) -> None:
+        """Returns when all pages are taken. Raises what taking them raised."""
         if self._thread is not None:
             self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """Returns when no page is being taken any more."""
         self._stopped.set()
-        self.wait()
+        if self._thread is not None:
+            self._thread.join()
         self._memories = ()

@@ -16,7 +16,7 @@ from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
 from penstock.serve.llm import LLM, checked_params, one_answer
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
-from penstock.serve.pooling import Pool, Pooling, chosen_pooling, stacked
+from penstock.serve.pooling import Pool, Pooling, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import Cancelled, Ended, Failed, Told
 
@@ -67,9 +67,10 @@ class AsyncLLM:
         self, texts: Prompts, *, pooling: Pool | None = None, normalize: bool = True, dimensions: int | None = None
     ) -> NDArray[np.float32]:
         """As `LLM.embed`."""
+        width = require_dimensions(dimensions, self.llm.engine.plan.target.spec.d_embed)
         chosen = chosen_pooling(pooling, self.llm.engine.pooling)
         ids = [await self._encoded(each) for each in prompt_list(texts)]
-        return stacked(await self._all(ids, [chosen] * len(ids)), normalize, dimensions)
+        return stacked(await self._all(ids, [chosen] * len(ids)), normalize, width)
 
     async def close(self) -> None:
         """Frees the model's memory. Answers under way end with BadRequest."""

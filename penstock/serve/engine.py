@@ -243,4 +243,6 @@ class Engine:
         if self._machine_file is not None:
             prediction = foreseen or self.prediction
             measured = self.lately.measured
-            note_run(self._machine_file, measured, self.plan, prediction, generation, reads, self.machine)
+            note_run(
+                self._machine_file, measured, self.plan, prediction, generation, reads, self.machine, self.packed.folder
+            )  # fmt: skip

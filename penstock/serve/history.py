@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # it brings numpy, which planning does without
 
 _KEPT, _RECENT = 500, 50  # runs in a file; alike runs that a band comes from
 _LEAST_STEPS = 4  # decode passes of a run that is kept
+_MOST_STEPS = 1 << 31  # of one that a damaged file may hold
 _ENOUGH_RUNS = 3
 _LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
 # Factors of a band. The least is for predictions that were all right, since machines drift by as much in an hour.
@@ -91,7 +92,7 @@ class Run:
     """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
     their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, and whether records
     are asked for; runs of versions that did not keep it count as off. `at_s`: when it ended, in seconds since 1970; 0
-    for versions that did not keep it."""
+    for versions that did not keep it. `elsewhere`: the model lay on another disk than the one that was measured."""
 
     figures: str
     plan: str
@@ -105,6 +106,7 @@ class Run:
     step: Phase
     sparsity: str = "off"
     at_s: float = 0.0
+    elsewhere: bool = False
 
     def passes(self, phase: Phase) -> int:
         """How many passes a phase of this run had; the first one counts as one."""
@@ -149,11 +151,12 @@ def history_file(machine_file: Path) -> Path:
 
 def note_run(
     machine_file: Path, machine: MachineSpec, plan: Plan, prediction: Prediction, generation: Generation,
-    reads: Sequence[Pass] = (), taken: MachineSpec | None = None,
+    reads: Sequence[Pass] = (), taken: MachineSpec | None = None, folder: Path | None = None,
 ) -> None:  # fmt: skip
     """Keeps a run. `machine`: with its figures as measured; `taken`: as the prediction took them, where that differs.
-    `reads`: the passes that it predicts for the prompts, where these are others than the plan's. Where the file cannot
-    be written, nothing is kept and nothing raised: the answer is good all the same."""
+    `reads`: the passes that it predicts for the prompts, where these are others than the plan's. `folder`: the model's,
+    whose disk may be another one than that of the machine's file, which was measured. Where the file cannot be written,
+    nothing is kept and nothing raised: the answer is good all the same."""
     taken = taken or machine
     steps, batch = generation.decode_steps, generation.batch
     if steps < _LEAST_STEPS:
@@ -188,6 +191,7 @@ def note_run(
         ),
         sparsity=_sparsity(plan),
         at_s=time.time(),
+        elsewhere=folder is not None and not _on_one_disk(folder, machine_file.parent),
     )
     with suppress(OSError):
         file = history_file(machine_file)
@@ -196,16 +200,26 @@ def note_run(
         write_bytes(file, ("\n".join(lines) + "\n").encode())
 
 
+def _on_one_disk(one: Path, other: Path) -> bool:
+    """Whether two folders are on one file system; taken to be so where nobody can say."""
+    try:
+        return one.stat().st_dev == other.stat().st_dev
+    except OSError:
+        return True
+
+
 def runs(machine_file: Path, machine: MachineSpec) -> list[Run]:
     """The runs that were predicted with the figures that this machine has now, as measured, oldest first."""
     figures, kept = figures_id(machine), []
     for line in _lines(history_file(machine_file)):
         if figures not in line:  # to parse it would take 70 µs
             continue
-        with suppress(BadRequest, ValueError, RecursionError):
+        with suppress(BadRequest, ValueError, ArithmeticError, RecursionError):
             run = codec.from_json(Run, json.loads(line))
-            above_0 = [n for phase in (run.first, run.step) for n in (phase.predicted_s, phase.measured_s, phase.taken)]
-            if run.figures == figures and min(*above_0, run.decode_s) > 0:
+            phases = (run.first, run.step)
+            seconds = [run.decode_s, *(s for phase in phases for s in (phase.predicted_s, phase.measured_s))]
+            sane = 0 < run.decode_steps < _MOST_STEPS and all(1 / _MOST < phase.taken < _MOST for phase in phases)
+            if run.figures == figures and min(seconds) > 0 and sane:
                 kept.append(run)
     return kept
 

@@ -12,7 +12,8 @@ disturbed run beside others moves the median by one place at most.
 
 Runs tell of the bytes of a disk whatever their format. Of the processor they tell only the bytes or flops of one
 format, from runs of models in that format. Runs that leave neurons out tell of others that do so in the same way. A
-machine's runs lie beside its own figures, and count only for these.
+machine's runs lie beside its own figures, and count only for these. Runs of a model on another disk than the one that
+was measured say nothing of this one.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ class _Seen(NamedTuple):
 def _tells(phase: Phase, run: Run, value: Callable[[Figure], float], weights: str) -> bool:
     """Whether a phase of a run says something of the rate that dominates it. `value`: of a figure, as measured."""
     figure = phase.dominant.figure
-    if figure.term not in _TERMS or not (is_disk(figure.lane) or (figure.lane == CPU and run.weights == weights)):
+    of_disk, of_format = is_disk(figure.lane) and not run.elsewhere, figure.lane == CPU and run.weights == weights
+    if figure.term not in _TERMS or not (of_disk or of_format):
         return False
     measured = value(figure)
     long = phase.dominant.share >= _LEAST_SHARE and run.passes(phase) * phase.measured_s >= _LEAST_S

@@ -18,7 +18,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.planning import default_cache
-from penstock.serve.pooling import Pool, chosen_pooling, stacked
+from penstock.serve.pooling import Pool, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.tokenizer import Tokenizer
@@ -178,10 +178,10 @@ class LLM:
         for models that were not made for embeddings at all (`makes_embeddings`). `normalize`: at length 1.
         `dimensions`: only the first so many numbers, which keeps the meaning of models alone that were trained for it.
         Raises as `generate`, BadRequest for more dimensions than there are."""
-        given = prompt_list(texts)
+        given, width = prompt_list(texts), require_dimensions(dimensions, self.engine.plan.target.spec.d_embed)
         chosen = chosen_pooling(pooling, self.engine.pooling)
         ids = [self.engine.tokenizer.encode(each) if isinstance(each, str) else each for each in given]
-        return stacked(self.service().generate(ids, chosen), normalize, dimensions)
+        return stacked(self.service().generate(ids, chosen), normalize, width)
 
     @property
     def makes_embeddings(self) -> bool:

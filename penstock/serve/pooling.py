@@ -68,13 +68,13 @@ def chosen_pooling(asked: str | None, made_for: str | None) -> Pooling:
     raise BadRequest(f"pooling is {asked!r}; it should be one of {', '.join(POOLS)}")
 
 
-def stacked(answers: Sequence[Generation], normalize: bool, dimensions: int | None) -> NDArray[np.float32]:
-    """The embeddings of whole answers, float32 [answers, D]. Raises as `unit`."""
+def stacked(answers: Sequence[Generation], normalize: bool, width: int) -> NDArray[np.float32]:
+    """The first `width` numbers of the embeddings of whole answers, float32 [answers, width]."""
     found = [answer.embedding for answer in answers if answer.embedding is not None]
     assert len(found) == len(answers)
-    if normalize:
-        return np.stack([unit(each, dimensions) for each in found])
-    return np.stack([each[: require_dimensions(dimensions, len(each))] for each in found])
+    if not found:
+        return np.empty((0, width), np.float32)
+    return np.stack([unit(each, width) if normalize else each[:width] for each in found])
 
 
 def require_dimensions(dimensions: int | None, has: int) -> int:

@@ -117,7 +117,8 @@ def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
 
 def tells(loaded: Read) -> bool:
     """Whether loading was long enough to tell the disk's speed."""
-    return loaded.seconds > 0 and (loaded.bytes >= _LEAST_LOADED_BYTES or loaded.seconds >= _LEAST_LOADED_S)
+    long = loaded.bytes >= _LEAST_LOADED_BYTES or loaded.seconds >= _LEAST_LOADED_S
+    return loaded.bytes > 0 and loaded.seconds > 0 and long
 
 
 def renewed(

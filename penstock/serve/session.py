@@ -415,11 +415,11 @@ class Session:
             if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
                 told_s = time.perf_counter()
                 on_progress("loading weights", done, total)
+        self.loaded_bytes = self.reader.bytes_read
+        self.loading = Read(self.loaded_bytes - done_ahead, time.perf_counter() - start_s)
         for each in self.plan.predictors:  # NaN there would leave neurons out, and nothing would show it
             part, slot = layout.predictor_part(each), layout.predictors[each.layer]
             require_finite(packed.locate(part.key, 0, 0)[0], part, 0, self._arenas.view(slot).reshape(1, -1))
-        self.loaded_bytes = self.reader.bytes_read
-        self.loading = Read(self.loaded_bytes - done_ahead, time.perf_counter() - start_s)
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
 

@@ -35,9 +35,11 @@ def moved_neurons(
     checkpoint: Checkpoint, parts: Sequence[Part], sources: Mapping[tuple[str, str], TensorSource]
 ) -> dict[int, array[int]]:
     """Layer → the order of the columns of its `down`, in which its neurons are packed. Raises UnsupportedModel where
-    matrices that read the same input have different orders."""
+    matrices that read the same input have different orders, or the head or the embedding has one."""
     moved: dict[int, array[int]] = {}
     for part in parts:
+        if part.kind in ("embed", "head"):
+            _require_no_order(checkpoint, sources[part.key, "rows"].tensor)
         for names in _ONE_INPUT:
             tensors = [sources[part.key, block.name].tensor for block in part.blocks if block.name in names]
             for other in tensors[1:]:
@@ -49,3 +51,13 @@ def moved_neurons(
         if part.kind == "ffn":
             moved[part.layer] = array("I", checkpoint.order_of(sources[part.key, "down"].tensor).tolist())
     return moved
+
+
+def _require_no_order(checkpoint: Checkpoint, name: str) -> None:
+    """Nothing brings the head's input into an order, nor an embedding's rows out of it."""
+    order = checkpoint.order_of(name)
+    if not np.array_equal(order, np.arange(len(order))):
+        raise UnsupportedModel(
+            f"{checkpoint.folder}: {quoted(name)} was quantised in an order of columns of its own (act-order), which"
+            " runs in layers alone; checkpoints with desc_act false run"
+        )

@@ -281,6 +281,22 @@ def test_what_of_act_order_is_refused_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir() if "kept" in path.name] == []
 
 
+@pytest.mark.parametrize("order", ["own", "apart"])
+def test_a_head_in_an_order_of_its_own_is_refused(order: str, tmp_path: Path) -> None:
+    """Nothing brings its input into that order. A head without one runs."""
+    quantise, variant = gptq(order=order), replace(LLAMA, keys=LLAMA.keys | {"vocab_size": 208})
+    folder = folder_of(tmp_path, variant, quantise, GPTQ | {"desc_act": True, "lm_head": True})
+    tensors = load_file(folder / "model.safetensors")
+    made, _ = quantise(tensors.pop("lm_head.weight").float(), "lm_head")
+    save_file(tensors | {f"lm_head.{last}": each for last, each in made.items()}, folder / "model.safetensors")
+    if order == "own":
+        pack(folder, tmp_path / "kept")
+        return
+    with pytest.raises(UnsupportedModel, match=r"lm_head.*order of columns of its own"):
+        pack(folder, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
 def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LLAMA, gptq(order="apart"), GPTQ | {"desc_act": True})
     tensors = load_file(folder / "model.safetensors")

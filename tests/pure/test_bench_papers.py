@@ -21,6 +21,7 @@ from bench.papers.compare import (
     Predicted,
     Row,
     compare,
+    is_far_off,
     memory_ratio_median,
     model_of,
     once,
@@ -30,7 +31,7 @@ from bench.papers.compare import (
     untested_causes,
 )
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
-from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published
+from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published, cause_of
 from bench.papers.report import page, plot, text
 from bench.papers.traits import KINDS, TRAITS, Traits, applied, fitting_tables, of_system
 from penstock.errors import DoesNotFit
@@ -240,8 +241,16 @@ def test_an_ablation_has_a_prediction_of_each_part() -> None:
 def test_a_cause_that_is_told_is_undone() -> None:
     """Traits that a cause names bring the row near, or it counts as untested."""
     tested = [row for row in rows() if row.cause_tested]
-    assert tested and all(row.far_off for row in tested)
-    assert untested_causes(rows()) == sum(row.far_off and not row.cause_tested for row in once(rows()))
+    assert tested
+    for row in tested[:: max(1, len(tested) // 8)]:
+        why = cause_of(row.figure)
+        assert why is not None
+        named = tuple(trait for trait in TRAITS if trait.kind in why.kinds)
+        undone = PREDICTORS[row.figure.paper](row.figure, named)
+        assert undone is not None and not is_far_off(undone.value / row.figure.value), row
+    nameless = [row for row in rows() if row.far_off and (why := cause_of(row.figure)) is not None and not why.kinds]
+    assert nameless and not any(row.cause_tested for row in nameless)
+    assert untested_causes(rows()) >= len(once(nameless)) > 0
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,10 +71,13 @@ def test_lines_that_nobody_can_read_are_passed_over(tmp_path: Path) -> None:
            "predicted_tokens_per_s": 10.0, "tokens_per_s": 10.0, "bound_by": "host", "bound_share": 1.0}  # fmt: skip
     note_run(file, MACHINE, TINY, predict(TINY, Ask(context=256), MACHINE), generation())
     good = history_file(file).read_text()
+    assert '"decode_steps": ' in good and '"taken": 1.0' in good
     never = good.replace('"decode_s": 2.0', '"decode_s": NaN')
     never += good.replace('"measured_s": 0.5', '"measured_s": 1e999') + good.replace(
         '"measured_s": 0.5', '"measured_s": 0'
     )
+    never += re.sub(r'"decode_steps": \d+', f'"decode_steps": {10**400}', good)
+    never += good.replace('"taken": 1.0', '"taken": 1e-320')
     bad = '{"plan": "x"}\nnot json\n[]\n' + "[" * 10_000 + '\n{"plan": 1, "half'
     history_file(file).write_text(f"{json.dumps(old)}\n{never}{good}{bad}")
     assert len(runs(file, MACHINE)) == 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest
-from penstock.serve.tools.asked import Tools, for_template, in_words, offered, short_id
+from penstock.serve.tools.asked import Tools, _one_by_one, for_template, in_words, offered, short_id
 from penstock.serve.tools.budget import Budget
 from penstock.serve.tools.grammar import grammar
 from penstock.serve.tools.reading import Call, Collected, Reading
@@ -173,3 +173,37 @@ def test_a_budget_puts_the_end_of_thoughts_in() -> None:
     assert answer(9, True, words) == answer(2, False, words) == "a b c d e "
     assert answer(3, False, ["<thi", "nk>", *words]) == "<think>a </think>\n\nb c d e "
     assert answer(2, True, ["a", "</think>", *words]) == "a</think>a b c d e "
+
+
+def test_results_go_to_the_calls_before_them() -> None:
+    """Ids may come again: in the next turn, or of two calls of one function."""
+
+    def call(name: str, said: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": said})}}
+
+    def result(name: Any, said: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": name, "content": said}
+
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call("f", "Bern"), call("f", "Rome")]},
+        result("f", "rain"), result("f", "sun"),
+        {"role": "assistant", "content": "", "tool_calls": [call("0", "c"), call("1", "d")]},
+        result("1", "D"), result("0", "C"), result(["x"], "nobody's"),
+        {"role": "user", "content": "b"},
+    ]  # fmt: skip
+    found = _one_by_one(messages)
+    told = [each["content"] or each["tool_calls"][0]["function"]["arguments"] for each in found]
+    assert told == [
+        "a",
+        '{"x": "Bern"}',
+        "rain",
+        '{"x": "Rome"}',
+        "sun",
+        '{"x": "c"}',
+        "C",
+        '{"x": "d"}',
+        "D",
+        "nobody's",
+        "b",
+    ]

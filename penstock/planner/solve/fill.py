@@ -164,14 +164,6 @@ def usual_chunks(ask: Ask) -> Iterator[int]:
     return (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS)
 
 
-def even_units(part: Part, lo: int, hi: int, unit_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Granules lo..hi cut to even ranges of at most `unit_bytes`, but of at least one granule, or one expert.
-
-    An FFN's granules are summed by fours (SUM_GRANULES). A four that is cut costs another pass over its rows, so large
-    ranges of an FFN begin at whole fours."""
-    return _even(lo, hi, *_steps(part, unit_bytes)) if lo < hi else ()
-
-
 def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
     """(the most granules of a unit, the step): units begin at multiples of the step."""
     least = part.least_granules

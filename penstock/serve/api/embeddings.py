@@ -75,12 +75,18 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
         if not 0 < len(asked.inputs) <= MAX_INPUTS or len(asked.inputs) * width > MAX_NUMBERS:
             most = min(MAX_INPUTS, MAX_NUMBERS // width)
             raise BadRequest(f"a request may have 1 to {most} inputs for this model, not {len(asked.inputs)}")
-        prompts: list[Ids] = []
-        for given in asked.inputs:
-            ids = (
-                await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one) if isinstance(given, str) else given
-            )
-            prompts.append(checked_ids(ids[: plan.context] if asked.cuts else ids, plan))
+
+        async def encoded() -> list[Ids]:
+            prompts: list[Ids] = []
+            for given in asked.inputs:
+                if isinstance(given, str):
+                    ids = await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one)
+                else:
+                    ids = given
+                prompts.append(checked_ids(ids[: plan.context] if asked.cuts else ids, plan))
+            return prompts
+
+        prompts = await unless_gone(request, encoded())
         pooling = chosen_pooling(asked.pooling, engine.pooling)
         answers = Answers(hold.loaded.service, 1, request.scope.get(OWNER, ""), desk.post())
         try:

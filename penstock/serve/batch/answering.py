@@ -226,7 +226,8 @@ class Batch:
         done.output_tokens += tokens.output
 
     def _keep_vectors(self, opened: _Open, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
-        vectors = list(stacked(answers, True, asked.dimensions))
+        width = require_dimensions(asked.dimensions, self._engine.plan.target.spec.d_embed)
+        vectors = list(stacked(answers, True, width))
         note = NOT_MADE if self._engine.pooling is None else None
         found = Vectors(self._names[0], vectors, opened.prompt_tokens, note)
         self._add(opened, openai_body(found, asked.encoding_format == "base64"), answers, done)

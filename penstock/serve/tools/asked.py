@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -101,21 +102,29 @@ def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, to
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A conversation for templates that take one call a message: several calls become one message each, with its result
-    behind it."""
+    behind it.
+
+    Results are those directly behind the calls. Ids say which is whose, and of several with one id the first comes
+    first. For clients may number each turn's calls anew, and Ollama's have only a function's name, which two calls may
+    share."""
     found: list[dict[str, Any]] = []
-    results = {message.get("tool_call_id"): message for message in messages if message.get("tool_call_id") is not None}
-    placed: set[Any] = set()
-    for message in messages:
+    left = deque(messages)
+    while left:
+        message = left.popleft()
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
-            found += [] if message.get("tool_call_id") in placed else [message]
+            found.append(message)
             continue
+        results: list[dict[str, Any]] = []
+        while left and left[0].get("tool_call_id") is not None:
+            results.append(left.popleft())
         for i, call in enumerate(calls):
             found.append({**message, "content": message.get("content") if i == 0 else "", "tool_calls": [call]})
             number = call.get("id") if isinstance(call, Mapping) else None
-            if isinstance(number, str) and number in results and number not in placed:
-                found.append(results[number])
-                placed.add(number)
+            place = next((at for at, each in enumerate(results) if each["tool_call_id"] == number), None)
+            if place is not None:
+                found.append(results.pop(place))
+        found += results  # of calls that nobody made
     return found
 
 

@@ -1,0 +1,37 @@
+"""Families of kernels that are not compiled here: each has all kernels, in order, and all that they are made of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+FAMILIES = sorted(file.stem.removeprefix("kernels_") for file in CSRC.glob("kernels_*.cpp"))
+HEADERS = sorted(CSRC.glob("simd_*.h"))
+# Of half floats, where a processor's own instructions do it elsewhere.
+PORTABLE_ALONE = {"to_half", "from_half"}
+
+
+def members() -> list[str]:
+    (body,) = re.findall(r"struct Kernels \{(.*?)\n\};", (CSRC / "kernels.h").read_text(), re.S)
+    return ["fire_neurons" if name == "fire" else name for name in re.findall(r"\(\*(\w+)\)", body)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_has_every_kernel_in_order(family: str) -> None:
+    text = (CSRC / f"kernels_{family}.cpp").read_text()
+    (isa,) = re.findall(r"#define PENSTOCK_ISA (\w+)", text)
+    assert re.findall(rf"&{isa}::(\w+)", text) == members()
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda file: file.stem)
+def test_a_header_has_what_kernels_use(header: Path) -> None:
+    """Functions and constants of the portable one."""
+
+    def names(file: Path) -> set[str]:
+        text = file.read_text()
+        return set(re.findall(r"^inline [\w: ]+?\b(\w+)\(", text, re.M)) | set(re.findall(r"\b(k[A-Z]\w+) = ", text))
+
+    assert names(CSRC / "simd_portable.h") - names(header) - PORTABLE_ALONE == set()
