@@ -17,9 +17,7 @@ from tests.plans import resident_plan
 from tests.pure.machine import MACHINE, model
 
 SPEC, WEIGHTS = model(layers=2), parse_format("float32")
-PLAN = resident_plan(
-    SPEC, WEIGHTS, batch_seqs=3, batches_per_pass=1, chunk_rows=16, logits_rows=3, context=64, page_tokens=16
-)
+PLAN = resident_plan(SPEC, WEIGHTS, batch_seqs=3, batches_per_pass=1, chunk_rows=16, logits_rows=3, context=256)
 TIMES = PassTimes(PLAN, MACHINE, "prefill")
 
 
@@ -35,12 +33,12 @@ def test_one_line_takes_its_passes() -> None:
 
 
 def test_what_lines_share_is_read_once() -> None:
-    """Three lines with 32 tokens in common, and two answers to one prompt."""
-    apart = in_passes(PLAN, TIMES, [line(40, 2)] * 3, 3)
-    alike = in_passes(PLAN, TIMES, [line(40, 2, 7), line(40, 2, 7, 32), line(40, 2, 7, 32)], 3)
+    """Three lines with 128 tokens in common, and two answers to one prompt."""
+    apart = in_passes(PLAN, TIMES, [line(160, 2)] * 3, 3)
+    alike = in_passes(PLAN, TIMES, [line(160, 2, 7), line(160, 2, 7, 128), line(160, 2, 7, 128)], 3)
     assert alike.seconds < 0.8 * apart.seconds
-    assert in_passes(PLAN, TIMES, [line(40, 2, answers=2)], 3).seconds < 0.9 * in_passes(
-        PLAN, TIMES, [line(40, 2)] * 2, 3
+    assert in_passes(PLAN, TIMES, [line(160, 2, answers=2)], 3).seconds < 0.9 * in_passes(
+        PLAN, TIMES, [line(160, 2)] * 2, 3
     ).seconds  # fmt: skip
 
 
@@ -69,10 +67,8 @@ def test_the_rest_goes_on_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_block_of_several_batches_goes_as_its_plan_is_predicted() -> None:
-    ask = Ask(prompt_tokens=16, output_tokens=6, batch=6, context=64)
-    plan = resident_plan(
-        SPEC, WEIGHTS, batch_seqs=3, batches_per_pass=2, chunk_rows=16, logits_rows=3, context=64, page_tokens=16
-    )
+    ask = Ask(prompt_tokens=16, output_tokens=6, batch=6, context=256)
+    plan = resident_plan(SPEC, WEIGHTS, batch_seqs=3, batches_per_pass=2, chunk_rows=16, logits_rows=3, context=256)
     prediction = predict(plan, ask, MACHINE)
     found = foretell(plan, prediction, ask, MACHINE, [line(16, 6)] * 12)
     assert found.seconds == pytest.approx(2 * prediction.total_s)

@@ -21,12 +21,12 @@ from penstock.spec.format import parse_format
 from penstock.spec.machine import Capacity
 from penstock.spec.plan import Plan
 from penstock.units import MIB
-from tests.pure.machine import WITH_DEVICE, model
+from tests.pure.machine import MACHINE, WITH_DEVICE, model
 
 SPEC, INT4 = model(layers=6, d=512, neurons=4096), parse_format("int4")
 
 
-def problem(device_bytes: int = 8 * MIB, host_bytes: int = 8 << 30) -> Problem:
+def problem(device_bytes: int = 24 * MIB, host_bytes: int = 8 << 30) -> Problem:
     tiers = (Capacity("host", host_bytes), WITH_DEVICE.tier("disk0"), Capacity("gpu0", device_bytes))
     machine = replace(WITH_DEVICE, tiers=tiers, device_process_bytes=0, context_bytes=0)
     return Problem(settle_context(Ask(prompt_tokens=20, output_tokens=4, context=64), SPEC), SPEC, INT4, machine)
@@ -50,7 +50,7 @@ def test_families_are_plans_that_the_runtime_takes(family: str) -> None:
 
 def test_families_without_a_plan() -> None:
     assert plan_of("experts-cpu", problem()) is None  # a model without experts
-    assert all(plan_of(name, problem(device_bytes=0)) is None for name in FAMILIES)
+    assert all(plan_of(name, replace(problem(), machine=MACHINE)) is None for name in FAMILIES)
     assert all(plan_of(name, problem(device_bytes=1 << 30)) is None for name in FAMILIES)  # all fits there
 
 
