@@ -43,7 +43,8 @@ from bench.peers import PROMPT_TOKENS, token_ids
 from bench.peers import random_gguf as gguf
 from penstock.planner.pass_times import LEAST_PASSES, PassTimes
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name, load_or_probe
+from penstock.runtime.probe import load_or_probe
+from penstock.runtime.this_machine import cpu_name
 from penstock.serve.foretold import Arrival, foretell
 from penstock.spec import plan as plans
 from penstock.spec.format import parse_format
