@@ -1,5 +1,5 @@
-"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. The sentences about a paper's
-mathematics stand with its solver."""
+"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. `paper_reasons` has those about what
+the papers' formulas say."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def train_ids(
     engine: Engine, ids: Sequence[int], name: str, text_sha256: str, recall: float, seed: int = 0,
     on_progress: Progress | None = None,
 ) -> Found:  # fmt: skip
-    """As `train`, of tokens."""
+    """As `train`, of tokens. Raises BadRequest for a recall, or a number of tokens, that training cannot take."""
     packed = engine.packed
     require_relu(packed.spec, str(packed.folder))
     if not 0.5 <= recall < 1:
