@@ -115,6 +115,16 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
+def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: float) -> str:
+    """Why units that are lifted have at most `nbytes`. `fixed_s`: seconds that each costs beside its bytes;
+    `fixed_share`: the most that this may be of the copy's time."""
+    why = f"at most {fixed_share:.0%} of its copy"
+    if nbytes == ring_bytes // 4:
+        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
+    fixed = f"each costs {fixed_s * 1e6:.0f} µs beside its bytes"
+    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
+
+
 def with_experts(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     """The sentences of `beside_device`, and those about experts."""
     parts, found = plan.parts, list[str]()
