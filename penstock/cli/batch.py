@@ -88,7 +88,7 @@ def batch(
     work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.serve.batch.answering import Batch, predicted_s
+    from penstock.serve.batch.answering import BatchRun, predicted_s
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
     from penstock.serve.batch.sizing import best_ask
@@ -134,7 +134,7 @@ def batch(
             try:
                 with progress() as tell:
                     shown = _Shown(tell, found.answers)
-                    done = Batch(engine, lines, journal, names, max_tokens, shown.tell).run(found)
+                    done = BatchRun(engine, lines, journal, names, max_tokens, shown.tell).run(found)
             except KeyboardInterrupt:
                 left = len(lines) - len(journal.done)
                 note(f"{left} of {len(lines)} lines are left: the same command goes on with them")

@@ -89,7 +89,7 @@ def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> f
     return prediction.total_s * answers / max(1, min(at_once, answers))
 
 
-class Batch:
+class BatchRun:
     """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
     line names no length. `on_progress`: is told of `Done` twice a second."""
 

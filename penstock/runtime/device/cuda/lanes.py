@@ -52,7 +52,7 @@ class Enqueued:
             raise self._error
 
 
-class Ended:
+class AlreadyDone:
     """Work that was done as soon as it was enqueued."""
 
     done = True
@@ -132,7 +132,7 @@ class AtOnce:
             work()
         except Exception as caught:
             error = caught
-        return Ended(start_s, time.perf_counter(), error)
+        return AlreadyDone(start_s, time.perf_counter(), error)
 
 
 def failed(error: Exception) -> PenstockError:
