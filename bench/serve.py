@@ -6,10 +6,8 @@
 `http`      what HTTP costs: 8 streams of the server beside the same in one process without it.
 `prompt`    a prompt of 512 tokens that joins eight streams: their 95th percentile of gaps beside that without it, and
             its first token beside its time alone.
-`prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone
-            (`ttft_prefix_ratio`); beside one pass of the same plan in one process, of the new tokens behind a chat that
-            is there (`ttft_pass_ratio`); and beside a bound: that process's new tokens alone, and what attention over
-            the chat takes at the float peak of the same minute (`ttft_bound_ratio`).
+`prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone,
+            beside the model's own pass, and after a restart (`bench.turns`).
 `load`      requests that arrive by chance at three rates: first token and tokens/s beside those that a scheduler on a
             virtual clock foretold.
 `soak`      64 streams at a time, a tenth cut off, malformed requests between: answers that are not those of the same
@@ -41,6 +39,7 @@ from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import started, tell
 from bench.peers import PROMPT_TOKENS, token_ids
 from bench.peers import random_gguf as gguf
+from bench.turns import prefix
 from penstock.planner.pass_times import LEAST_PASSES, PassTimes
 from penstock.runtime import host
 from penstock.runtime.probe import cpu_name, load_or_probe
@@ -54,7 +53,6 @@ PARTS = ("streams", "resident", "http", "prompt", "prefix", "load", "soak")
 LIMIT_GB, CONTEXT, OUTPUT_TOKENS = 2.86, 256, 48
 STREAM_PROMPT_TOKENS = 4  # short, so that 32 of them are read before the first answer ends
 JOIN_CONTEXT, JOIN_TOKENS = 1024, 512
-PREFIX_TOKENS, TURN_TOKENS, TURN_ANSWER, TURNS = 2000, 60, 20, 20
 RATES = (0.5, 0.8, 1.1)  # of what the server can do: idle at times, busy, more than it can do
 SOAK_STREAMS, SOAK_PROMPTS, SOAK_TOKENS = 64, 16, 24
 # Of `bench.serve`'s last line; the other figures stand beside them.
@@ -78,10 +76,14 @@ class Bench:
         self.machine = load_or_probe(folder / "cache", disk_folder=folder, whole=True)
         self.vocab = {name: open_packed(model).spec.vocab for name, model in self.models.items()}
 
-    def server(self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS) -> Any:
-        """A server with KV room for the whole context of each of `batch` answers: requests here take all of it."""
+    def server(
+        self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS,
+        more: tuple[object, ...] = (),
+    ) -> Any:  # fmt: skip
+        """A server with KV room for the whole context of each of `batch` answers: requests here take all of it.
+        `more`: flags."""
         flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
-        return served(self.folder, self.models[model], limit, *flags, "--kv-tokens", batch * context)
+        return served(self.folder, self.models[model], limit, *flags, "--kv-tokens", batch * context, *more)
 
     def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:
         return [
@@ -198,51 +200,6 @@ def prompt(bench: Bench, rounds: int) -> Figures:
             })  # fmt: skip
             tell(f"a prompt joins, round {i + 1}: {json.dumps(found[-1])}")
     return medians(found)
-
-
-def prefix(bench: Bench, rounds: int) -> Figures:
-    found = []
-    context = PREFIX_TOKENS + TURNS * (TURN_TOKENS + TURN_ANSWER) + TURN_TOKENS
-    with bench.server("large", bench.limit, 2, context) as server:
-        plan = server.get("/v1/plan")["plan"]
-        for i in range(rounds):
-            said = token_ids(bench.vocab["large"], PREFIX_TOKENS, 30_000 + i).tolist()
-            for turn in range(TURNS):
-                said += token_ids(bench.vocab["large"], TURN_TOKENS, 40_000 + TURNS * i + turn).tolist()
-                (last,) = together(server, [Stream(list(said), TURN_ANSWER)])
-                # The answer's ids are not told. Any will do, and so many of them are new.
-                said += token_ids(bench.vocab["large"], TURN_ANSWER, 50_000 + TURNS * i + turn).tolist()
-            cached = last.usage["prompt_tokens_details"]["cached_tokens"]
-            new = last.usage["prompt_tokens"] - cached
-            (alone,) = together(server, bench.streams("large", 1, new, 2, seed=60_000 + i))
-            found.append({
-                "ttft_turn_s": last.ttft_s, "ttft_new_tokens_s": alone.ttft_s, "new_tokens": new,
-                "cached_tokens": cached, "ttft_prefix_ratio": last.ttft_s / alone.ttft_s,
-            })  # fmt: skip
-            tell(f"turn {TURNS}, round {i + 1}: {json.dumps(found[-1])}")
-    _add_passes(bench, plan, found)
-    return medians(found)
-
-
-def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> None:
-    """Adds to each round what the model's own passes take."""
-    file = bench.folder / "turn-plan.json"
-    file.write_text(json.dumps(plan))
-    arguments = (bench.models["large"], "--cache", bench.folder / "cache", "--plan", file)
-    with started(bench.folder, "bench.peers.turn", bench.limit, *arguments) as (worker, _):
-        worker.ask("read", found[0]["cached_tokens"])
-        worker.ask("turn", found[0]["new_tokens"])  # not counted
-        for figures in found:
-            there, alone = (worker.ask(where, figures["new_tokens"]) for where in ("turn", "alone"))
-            peak = float(worker.ask("peak", 1)["float32_flops_per_s"])
-            attention_s = (there["attend_flops"] - alone["attend_flops"]) / peak
-            figures |= {
-                "pass_turn_s": there["seconds"], "pass_new_tokens_s": alone["seconds"],
-                "float32_flops_per_s": peak, "attention_at_peak_s": attention_s,
-                "ttft_pass_ratio": figures["ttft_turn_s"] / there["seconds"],
-                "ttft_bound_ratio": figures["ttft_turn_s"] / (alone["seconds"] + attention_s),
-            }  # fmt: skip
-            tell(f"passes of turn {TURNS}: {json.dumps(figures)}")
 
 
 def load(bench: Bench, minutes: float) -> Figures:
