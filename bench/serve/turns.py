@@ -14,21 +14,19 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.ceilings import Ceilings
 from bench.clients import Server, Stream, medians, together
 from bench.offload_engines import started, tell
 from bench.peers import token_ids
+from bench.serve.models import Bench, Figures
 from penstock.spec import plan as plans
-
-if TYPE_CHECKING:
-    from bench.serve import Bench
 
 PREFIX_TOKENS, TURN_TOKENS, TURN_ANSWER, TURNS = 2000, 60, 20, 20
 CONTEXT = PREFIX_TOKENS + TURNS * (TURN_TOKENS + TURN_ANSWER) + TURN_TOKENS
-Figures = dict[str, Any]
 
 
 def prefix(bench: Bench, rounds: int) -> Figures:
@@ -91,7 +89,8 @@ def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> Non
     """Adds to each round what the model's own passes take, and the ratios."""
     file, model = bench.folder / "turn-plan.json", bench.models["large"]
     file.write_text(json.dumps(plan))
-    read_bytes_per_s = Ceilings(sorted(model.glob("*.safetensors"))).read().disk_read_bytes_per_s
+    with closing(Ceilings(sorted(model.glob("*.safetensors")))) as ceilings:
+        read_bytes_per_s = ceilings.read().disk_read_bytes_per_s
     token_bytes = kv_bytes_of_token(plan)
     with started(bench.folder, "bench.peers.turn", bench.limit, model, "--cache", bench.folder / "cache",
                  "--plan", file) as (worker, _):  # fmt: skip
