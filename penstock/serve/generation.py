@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.planner.predict import Prediction
-from penstock.serve.sampling import Likely
+from penstock.serve.log_probabilities import Likely
 from penstock.serve.scores import Scores
 
 

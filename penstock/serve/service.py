@@ -29,10 +29,11 @@ from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
+from penstock.serve.log_probabilities import ids_of
 from penstock.serve.pages import Move
 from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
-from penstock.serve.sampling import SamplingParams, ids_of
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 

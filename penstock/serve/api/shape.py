@@ -17,7 +17,7 @@ from penstock.serve.api import logprobs
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.errors import error_body
 from penstock.serve.generation import Generation, Used
-from penstock.serve.sampling import Likely, ids_of
+from penstock.serve.log_probabilities import Likely, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought

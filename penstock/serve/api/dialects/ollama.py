@@ -103,7 +103,7 @@ class Called(Sent):
     function: CalledFunction
 
 
-class Message(Sent):
+class OllamaMessage(Sent):
     """`tool_name`: of a message of a tool; Ollama's have no id of the call."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -132,7 +132,7 @@ class Message(Sent):
 class OllamaChat(_Asked):
     """A body of /api/chat."""
 
-    messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    messages: list[OllamaMessage] = Field(max_length=MAX_MESSAGES)
     tools: list[Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
