@@ -187,10 +187,11 @@ def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:
 
 
 def usage_of(used: Used) -> dict[str, Any]:
-    """What was used, as OpenAI's API has it."""
+    """What was used, as OpenAI's API has it, and how long the request waited."""
     return {
         "prompt_tokens": used.prompt,
         "completion_tokens": used.output,
         "total_tokens": used.prompt + used.output,
         "prompt_tokens_details": {"cached_tokens": used.cached},
+        "wait_s": used.wait_s,
     }

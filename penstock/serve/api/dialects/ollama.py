@@ -167,10 +167,11 @@ class OllamaEmbed(Sent):
 
 
 class OllamaEmbedding(Sent):
-    """A body of /api/embeddings, which older clients send."""
+    """A body of /api/embeddings, which older clients send. `truncate`: as of /api/embed."""
 
     model: str
     prompt: str = ""
+    truncate: bool = True
     options: Options | None = None
     keep_alive: str | int | float | None = None
 
@@ -327,7 +328,7 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
         """Ollama leaves these at the length that they have."""
         if not body.prompt:
             return await loaded(body, {"embedding": []})
-        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=True))
+        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=body.truncate))
         return _vectors_body(found, '"embedding": ', ", ", {})
 
     def details(name: str) -> dict[str, Any]:
