@@ -40,7 +40,8 @@ from bench.peers import WorkerEnded
 from bench.throughput_engines import BlockEngines, Figures, answered, line
 from bench.throughput_policies import Policies, Policy, distinct
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name, load_or_probe
+from penstock.runtime.probe import load_or_probe
+from penstock.runtime.this_machine import cpu_name
 from penstock.spec.ask import Ask
 from penstock.store.packed import open_packed
 

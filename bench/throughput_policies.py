@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import DoesNotFit
 from penstock.graph.arenas import Layout
+from penstock.planner.reads import with_reads
 from penstock.planner.solve import Solved, settle_context, solve
-from penstock.planner.solve.reads import with_reads
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan

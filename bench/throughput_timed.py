@@ -1,8 +1,8 @@
 """Rivals as plans, run where every task is a wait (`runtime/device/timed`): does the executor keep the schedules that
 `simulate` foretells, and is any family of plans faster than the chosen one.
 
-Machines and models are those of `penstock/machines` and `penstock/shapes`. A plan is shortened to a few layers that are
-alike, and two decode passes and a chunk of a prompt are timed. Waits are the planner's seconds, without what lanes that
+Machines and models are those of `penstock/machines` and `penstock/shapes`. A plan is shortened to a few layers of each
+kind, and two decode passes and a chunk of a prompt are timed. Waits are the planner's seconds, without what lanes that
 work at once take from each other, times so much that the shortest is LEAST_S. A seeded disturbance makes each up to a
 tenth longer or shorter. Several runs wait at once, since waiting takes no processor.
 """
@@ -20,12 +20,12 @@ import penstock
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Stream, Task
+from penstock.planner.bound import score_s
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay
-from penstock.planner.shorten import quick, shortened
+from penstock.planner.shorten import quick, short
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.families import FAMILIES, plan_of
 from penstock.planner.solve.problem import Problem
 from penstock.runtime.device.timed import Timed
@@ -38,7 +38,6 @@ from penstock.spec.machine import loads as machine_of
 from penstock.spec.plan import Plan
 
 LEAST_S, DISTURBANCE, SEED = 2e-3, 0.1, 20251125
-LAYERS = 3  # of a shortened plan
 WARM, TIMED = 2, 2  # decode passes
 AT_ONCE = 6
 # machine, shape, weights, tokens of a prompt
@@ -94,9 +93,8 @@ def waits(plan: Plan, wanted: Sequence[Pass], cost: Cost) -> float:
 
 def timed(run: Run) -> dict[str, Any]:
     """The pass times of a run's shortened plan, simulated and waited for, in seconds that are not scaled."""
-    layers = len(run.plan.target.spec.layers)
-    middle = range(layers // 2, min(layers, layers // 2 + LAYERS))
-    plan = shortened(run.plan, list(middle)) if layers > LAYERS else run.plan
+    plan = short(run.plan)
+    layers = len(plan.target.spec.layers)
     cost = Cost(replace(run.machine, sharing=()))
     wanted = steps(plan, run.ask)
     scale = waits(plan, wanted, cost)
@@ -109,8 +107,8 @@ def timed(run: Run) -> dict[str, Any]:
         "scale": scale,
         **{
             f"{name}_layer_s": {
-                "simulated": statistics.mean(simulated[lo:hi]) / len(middle),
-                "measured": statistics.mean(measured[lo:hi]) / scale / len(middle),
+                "simulated": statistics.mean(simulated[lo:hi]) / layers,
+                "measured": statistics.mean(measured[lo:hi]) / scale / layers,
             }
             for name, (lo, hi) in rows.items()
         },

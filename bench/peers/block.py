@@ -16,7 +16,7 @@ import numpy as np
 from bench.peers import Answer, serve, token_ids
 from bench.peers.streamed import streamed_bytes
 from penstock.graph import ops
-from penstock.planner.solve.bound import score_s, sequences
+from penstock.planner.bound import score_s, sequences
 from penstock.runtime import host
 from penstock.serve.answering import Answering, checked_ids
 from penstock.serve.engine import Engine

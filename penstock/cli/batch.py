@@ -88,7 +88,7 @@ def batch(
     work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.serve.batch.answering import Batch
+    from penstock.serve.batch.answering import BatchRun
     from penstock.serve.batch.foretelling import foretell
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
@@ -135,7 +135,7 @@ def batch(
             try:
                 with progress() as tell:
                     shown = _Shown(tell, found.answers)
-                    done = Batch(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
+                    done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
             except KeyboardInterrupt:
                 left = len(lines) - len(journal.done)
                 note(f"{left} of {len(lines)} lines are left: the same command goes on with them")
@@ -198,9 +198,9 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
     plan = engine.plan
     if not as_json:
         note(
-            f"{done.answers} answers, {done.output_tokens} tokens in {format_seconds(done.seconds)} (predicted"
+            f"{done.answers} answers, {done.tokens.output} tokens in {format_seconds(done.seconds)} (predicted"
             f" {format_seconds(done.foretold.seconds)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
-            f" {done.decode_tokens_per_s:.3g}; {done.cached_tokens} of {done.prompt_tokens} prompt tokens were read"
+            f" {done.decode_tokens_per_s:.3g}; {done.tokens.cached} of {done.tokens.prompt} prompt tokens were read"
             " once for several"
         )
         return
@@ -227,9 +227,9 @@ def _counts(done: Done | None, refused: int, before: int, lines: int) -> dict[st
         "prompts": done.lines if done else 0,
         "failed": refused + (done.failed if done else 0),
         "answers": done.answers if done else 0,
-        "prompt_tokens": done.prompt_tokens if done else 0,
-        "cached_tokens": done.cached_tokens if done else 0,
-        "output_tokens": done.output_tokens if done else 0,
+        "prompt_tokens": done.tokens.prompt if done else 0,
+        "cached_tokens": done.tokens.cached if done else 0,
+        "output_tokens": done.tokens.output if done else 0,
         "seconds": done.seconds if done else 0.0,
         "generation_tokens_per_s": done.generation_tokens_per_s if done else 0.0,
         "decode_tokens_per_s": done.decode_tokens_per_s if done else 0.0,

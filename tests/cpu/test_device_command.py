@@ -65,7 +65,18 @@ def test_a_trace_and_a_bench_beside_a_device(call: Call, model: Path, tmp_path: 
 
 def test_plans_of_other_systems(call: Call) -> None:
     model = ROOT / "penstock" / "assets" / "tale-llama"
-    short = ("--device", "emulated", "--context", "64", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
+    short = (
+        "--device",
+        "emulated",
+        "--context",
+        "64",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "4",
+        "--repeats",
+        "1",
+    )
     for family in ("layer-split", "r-cg-0.5"):
         done = call("bench", model, *short, "--device-memory", "16MiB", "--family", family)
         assert done.code == 0 and done.report["peak_device_bytes"] > 0

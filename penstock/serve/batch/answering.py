@@ -23,6 +23,7 @@ from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
 from penstock.serve.batch.survey import Survey, Todo, refuse, response
+from penstock.serve.counts import TokenCounts
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, used
@@ -65,16 +66,14 @@ class Done:
     lines: int = 0
     failed: int = 0
     answers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     seconds: float = 0.0
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
 
     @property
     def generation_tokens_per_s(self) -> float:
         """Tokens of answers by the whole time, prompts included."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
+        return self.tokens.output / self.seconds if self.seconds else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -82,7 +81,7 @@ class Done:
         return self.clock.tokens / self.clock.seconds if self.clock.seconds else 0.0
 
 
-class Batch:
+class BatchRun:
     """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
     line names no length. `foretold`: what is promised of the lines that `run` gets. `on_progress`: is told of `Done`
     twice a second."""
@@ -217,7 +216,7 @@ class Batch:
         tokens = used(opened.prompt_tokens, answers, opened.count)
         body = Shape(kind, head, tokenizer, opened.reading or Reading, opened.echoed).whole(answers, tokens)
         self._add(opened, body, answers, done)
-        done.output_tokens += tokens.output
+        done.tokens.output += tokens.output
 
     def _keep_vectors(self, opened: _Open, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
         width = require_dimensions(asked.dimensions, self._engine.plan.target.spec.d_embed)
@@ -231,8 +230,8 @@ class Batch:
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)
-        done.prompt_tokens += sum(answer.prompt_tokens for answer in answers)
-        done.cached_tokens += sum(answer.cached_tokens for answer in answers)
+        done.tokens.prompt += sum(answer.prompt_tokens for answer in answers)
+        done.tokens.cached += sum(answer.cached_tokens for answer in answers)
 
     def _fail(self, service: Service, todo: Todo, numbers: Sequence[int], why: NoRequest, done: Done) -> None:
         for number in numbers:

@@ -15,7 +15,7 @@ from penstock.runtime.host import Progress
 from penstock.serve.api.errors import error_body
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines, LineTooLong
-from penstock.serve.batch.requests import NoRequest, Request, custom_id_of, read
+from penstock.serve.batch.requests import LineRequest, NoRequest, custom_id_of, read
 from penstock.serve.guides import has_guides
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import PAGE_TOKENS
@@ -140,7 +140,7 @@ def _length(todo: Todo) -> int:
 
 
 def _todo(
-    number: int, request: Request, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
+    number: int, request: LineRequest, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
 ) -> Todo:
     """What is to be done for a line. Raises NoRequest."""
     try:
