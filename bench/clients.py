@@ -32,6 +32,11 @@ class Server:
     process_id: int
     cgroup: Cgroup | None
 
+    @property
+    def url(self) -> str:
+        """Of its page."""
+        return f"http://127.0.0.1:{self.port}/"
+
     def get(self, path: str) -> Any:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
         connection.request("GET", path)
