@@ -136,8 +136,8 @@ def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, byt
     assert found is not None and found.path == again.path
     assert is_superseded(str(before.path)) and is_superseded(str(before.path / "model.gguf"))
     assert not is_superseded(str(again.path)) and not is_superseded(str(where.hub_cache))
-    hub.revisions["a" * 40] = "a" * 40
-    pull(name_of("org/name:" + "a" * 40), where)
+    hub.revisions[before.commit] = before.commit
+    pull(name_of(f"org/name:{before.commit}"), where)
     assert not is_superseded(str(before.path))  # a commit that somebody names
 
 
