@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from math import gcd, lcm
 
 from penstock.graph.batch import Batch
+from penstock.graph.fresh import FreshRows, fresh_rows, most_fresh_tokens
 from penstock.graph.ops.operand import Slot
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import HOST, is_disk
@@ -57,8 +58,7 @@ class KvLayout:
 
     def page_bytes(self, layer: int, home: KvHome) -> int:
         """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
-        a = self.plan.target.spec.layers[layer].attention
-        return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
+        return self.plan.page_tokens * self._token_bytes(layer, home)
 
     def slots(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one, or all
@@ -106,6 +106,39 @@ class KvLayout:
             (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
         ]
         return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
+
+    def fresh(self, batch: Batch) -> FreshRows:
+        """How K and V of the batch's rows lie apart from the cache."""
+        return fresh_rows(batch, self.plan.page_tokens)
+
+    def fresh_bytes(self, layer: int, batch: Batch) -> int:
+        """Bytes of the batch's fresh K (or V) of a layer."""
+        rows = self.fresh(batch)
+        return rows.page_count * rows.page_tokens * self._token_bytes(layer, self.home(layer, batch))
+
+    def most_fresh_bytes(self, layer: int) -> int:
+        """Bytes of the fresh K (or V) of a layer that any batch may have."""
+        plan = self.plan
+        home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
+        rows = max(plan.chunk_rows, plan.batch_seqs)
+        return most_fresh_tokens(rows, plan.batch_seqs, plan.page_tokens) * self._token_bytes(layer, home)
+
+    def fresh_spans(self, layer: int, batch: Batch) -> list[tuple[int, int, int]]:
+        """(from, to, bytes): the whole pages of a batch of beginnings, from its fresh K (or V) to `slots`."""
+        page_bytes = self.page_bytes(layer, self.home(layer, batch))
+        spans: list[tuple[int, int, int]] = []
+        for fresh, pages in zip(self.fresh(batch).pages, self.pages_of(batch), strict=True):
+            for source, target in zip(fresh, pages, strict=False):
+                lo, to, nbytes = spans[-1] if spans else (0, 0, 0)
+                if spans and (lo + nbytes, to + nbytes) == (source * page_bytes, target * page_bytes):
+                    spans[-1] = (lo, to, nbytes + page_bytes)
+                else:
+                    spans.append((source * page_bytes, target * page_bytes, page_bytes))
+        return spans
+
+    def _token_bytes(self, layer: int, home: KvHome) -> int:
+        a = self.plan.target.spec.layers[layer].attention
+        return a.kv_heads * home.format.kv_bytes(a.head_dim)
 
     def _moved_pages(self, layer: int, batch: Batch, save: bool) -> dict[tuple[int, int], tuple[int, int]]:
         """(start, rows) → lo..hi, the bytes of a sequence's pages in a layer that a sequence with these rows moves."""

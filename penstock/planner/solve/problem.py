@@ -63,6 +63,11 @@ class Problem:
         return parts_by_key(self.spec, self.weights)
 
     @property
+    def half_way(self) -> int:
+        """The position of a decode pass half-way through the output."""
+        return max(1, self.ask.prompt_tokens + self.ask.output_tokens // 2)
+
+    @property
     def layers(self) -> int:
         return len(self.spec.layers)
 

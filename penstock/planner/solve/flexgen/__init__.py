@@ -19,6 +19,7 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
+from penstock.planner.delegation import sentences
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
 from penstock.planner.solve.flexgen import program as lp
@@ -43,7 +44,6 @@ _HOPELESS = 1.25
 # Who attends (ATTENDS), what may be where, and whether the CPU attends to one batch while the device computes another.
 # The program adds up what both compute, so it cannot tell what that gains.
 Way = tuple[str, Mode, bool]
-CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
 class BestPolicy(NamedTuple):
@@ -181,10 +181,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
-    for (attends, *_), best in search(problem).items():
+    for best in search(problem).values():
         plan = plan_of(best)
         if plan is not None:
-            yield Candidate(_name(best), plan, _reasons(best, plan), CANNOT_RUN if attends == "cpu scores" else "")
+            yield Candidate(_name(best), plan, _reasons(best, plan))
 
 
 def _name(best: BestPolicy) -> str:
@@ -212,6 +212,7 @@ def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
         f"{where} of {format_bytes(shape.placed_bytes)} and {format_bytes(shape.kv_bytes)}",
         f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
         f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
+        *sentences(plan, shape.problem.cost, shape.problem.half_way),
     )
 
 

@@ -16,6 +16,7 @@ from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.flexgen.program import Policy, Shares
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import most_together
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan, Unit
@@ -24,7 +25,7 @@ from penstock.units import MIB, round_up
 # Who attends to KV that is not at home on the device:
 # - "device": the device, to which KV crosses
 # - "cpu": the CPU computes attention with its projections
-# - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen. The runtime cannot do that yet
+# - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
@@ -178,6 +179,8 @@ class BlockShape:
             return round_up(share + 2 * max(passing), ARENA_ALIGN) if passing else 0
 
         whole = ring({HOST, DISK.tier} - {self.main})
+        if self.attends == "cpu scores" and whole:
+            whole = max(whole, round_up(most_together(units, self.problem.parts), ARENA_ALIGN))
         stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
 

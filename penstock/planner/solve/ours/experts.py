@@ -39,8 +39,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ]
     for skeleton in [*sizes, replace(smallest(problem), prompts=False)]:
         found = False
-        for attention_layers, kv_home in device.modes(skeleton):
-            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home)
+        for attention_layers, kv_home, delegates in device.modes(skeleton):
+            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
