@@ -181,7 +181,9 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
         if nbytes:
             rings["gpu0"] = max(rings.get("gpu0", 0), sum(nbytes) + max(nbytes))
     scores = ["host" if is_delegated else at for at, is_delegated in zip(attends, delegated, strict=True)]
-    kv_homes = [(draw(st.sampled_from(["gpu0", "host"] if at == "gpu0" else ["host", "disk0"])), at) for at in scores]
+    kv_homes = [
+        (draw(st.sampled_from(["gpu0", "host", "disk0"] if at == "gpu0" else ["host", "disk0"])), at) for at in scores
+    ]
     return make_plan(
         spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes, caches=caches,
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ task waits for a save only if it needs the window or these pages again (PIPO §3
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from penstock.errors import InternalError
 from penstock.graph import ops
@@ -136,10 +137,10 @@ class Attention:
             home = self._layout.kv.home(layer, batch)
             if home.home == home.attend or not batch.continues:
                 continue
-            lane = lane_between(home.home, home.attend)
             nbytes, ranges = self._moved(layer, batch, save=False)
-            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
-            self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
+            for (source, stored), (target, window) in pairwise(self._layout.kv.way(layer, batch)):
+                load = ops.KvLoad(*stored, *window, layer=layer, ranges=ranges)
+                self._calls.move_kv(lane_between(source, target), load, batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """Emits saves of each batch's rows to their home."""
@@ -147,10 +148,10 @@ class Attention:
             home = self._layout.kv.home(layer, batch)
             if home.home == home.attend:
                 continue
-            lane = lane_between(home.attend, home.home)
             nbytes, ranges = self._moved(layer, batch, save=True)
-            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
-            self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)
+            for (source, window), (target, stored) in pairwise(reversed(self._layout.kv.way(layer, batch))):
+                save = ops.KvSave(*window, *stored, layer=layer, ranges=ranges)
+                self._calls.move_kv(lane_between(source, target), save, batch, nbytes)
 
     def _moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
         """(bytes, count) of the byte ranges of `KvLayout.spans`, K and V together."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import product
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
@@ -46,10 +47,8 @@ _BOUNDS = {
     "hole_bytes": (0, 1 << 30),
 }
 _MOST_RING_BYTES = 1024 * GIB
-# (home of KV, executor of attention). KV on a disk for a device is not built: it would have to cross memory.
-_KV_HOMES = (
-    (HOST, HOST), (DISKS[0], HOST), *((gpu, gpu) for gpu in DEVICES), *((HOST, gpu) for gpu in DEVICES),
-)  # fmt: skip
+# (home of KV, executor of attention).
+_KV_HOMES = (*product((HOST, DISKS[0]), EXECUTORS), *((gpu, gpu) for gpu in DEVICES))
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
@@ -257,9 +256,9 @@ def _check_kv(plan: Plan, main: Executor) -> None:
     _check_cover("KV", plan.kv, plan)
     projecting: dict[int, set[Executor]] = {}
     for unit in plan.units:
-        layer, _, kind = unit.part.partition(".")
+        number, _, kind = unit.part.partition(".")
         if kind == "attn":
-            projecting.setdefault(int(layer), set()).update((unit.decode, unit.prefill))
+            projecting.setdefault(int(number), set()).update((unit.decode, unit.prefill))
     for home in plan.kv:
         try:
             home.format.check_kv()

@@ -6,6 +6,7 @@ one context from which the CPU is faster, if it reads RAM faster than the link."
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from penstock.graph import ops
@@ -20,7 +21,7 @@ from penstock.units import format_seconds
 class Crossing(NamedTuple):
     """Of one layer, one batch and one decode pass at position `tokens`. link_s: KV crosses, and the device attends.
     ram_s: q and fresh rows cross, the CPU attends, and the result crosses back. `least_tokens`: the context from which
-    `ram_s` is less; 0 where it always is, None where it never is."""
+    `ram_s` is less, up to the plan's context; None where it never is."""
 
     seqs: int
     tokens: int
@@ -31,26 +32,29 @@ class Crossing(NamedTuple):
 
 def crossing(plan: Plan, home: KvHome, cost: Cost, tokens: int) -> Crossing:
     """Both ways for the first layer of a home in RAM, with the plan's batches and formats."""
-    here, there = (_seconds(plan, home, cost, at) for at in (tokens, 2 * tokens))
-    slopes = [(far - near) / tokens for near, far in zip(here, there, strict=True)]
-    (link_s, ram_s), gain = here, slopes[0] - slopes[1]  # seconds a token by which the CPU gains
-    starts_behind_s = (ram_s - slopes[1] * tokens) - (link_s - slopes[0] * tokens)
-    if gain <= 0:
-        least = None if starts_behind_s >= 0 else 0
-    else:
-        least = max(0, int(starts_behind_s / gain) + 1) if starts_behind_s > 0 else 0
-    return Crossing(plan.batch_seqs, tokens, link_s, ram_s, least)
+    layout = Layout(plan)
+
+    def ram_gains(position: int) -> bool:
+        link_s, ram_s = _seconds(layout, home, cost, position)
+        return ram_s < link_s
+
+    positions = range(1, plan.context)  # the difference rises or falls with the context, but for the rounding to pages
+    least = bisect_left(positions, True, key=ram_gains)
+    found = positions[least] if least < len(positions) else None
+    return Crossing(plan.batch_seqs, tokens, *_seconds(layout, home, cost, tokens), found)
 
 
-def _seconds(plan: Plan, home: KvHome, cost: Cost, position: int) -> tuple[float, float]:
+def _seconds(layout: Layout, home: KvHome, cost: Cost, position: int) -> tuple[float, float]:
     """(the link's way, RAM's way) at one position, if no other lane is busy."""
-    layout, seqs, layer = Layout(plan), tuple(range(plan.batch_seqs)), home.layers[0]
+    plan, layer = layout.plan, home.layers[0]
+    seqs = tuple(range(plan.batch_seqs))
     a, kind = plan.target.spec.layers[layer].attention, home.format.kind
     batch = Batch(0, seqs, (position,) * len(seqs), (1,) * len(seqs), ())
     nbytes, flops = ops.attend_cost(a, a.kv_heads, batch, home.format.kv_bytes(a.head_dim))
-    moved, _ = layout.kv.moved(layer, batch, save=False)
+    moved, ranges = layout.kv.moved(layer, batch, save=False)
     fresh, heads = layout.kv.fresh_bytes(layer, batch), 4 * len(seqs) * a.heads * a.head_dim
     link_s = cost.call_s(GPU.to_device, "kv_load", kind, nbytes=2 * moved)
+    link_s += (2 * ranges - 1) * cost.call_s(GPU.to_device, "kv_load", kind)  # each range begins by itself
     link_s += cost.call_s(GPU.kernels, "attend", kind, 1, nbytes, flops)
     ram_s = cost.call_s(CPU, "attend", kind, 1, nbytes, flops) + cost.call_s(CPU, "append", kind, nbytes=4 * fresh)
     ram_s += sum(cost.call_s(GPU.to_host, "copy", "*", nbytes=each) for each in (heads, fresh, fresh))
@@ -69,7 +73,7 @@ def sentences(plan: Plan, cost: Cost, tokens: int) -> tuple[str, ...]:
     ram, link = format_seconds(found.ram_s), format_seconds(found.link_s)
     where = "the CPU, where KV is" if home.attend == HOST else "the device, to which KV crosses"
     if found.least_tokens is None:
-        when = "the link is faster at any context"
+        when = f"the link is faster up to a context of {plan.context} tokens"
     elif found.least_tokens <= 1:
         when = "the CPU is faster at any context"
     else:

@@ -165,6 +165,21 @@ def test_golden_delegated(purpose: str) -> None:
     check_golden(f"delegated_{purpose}", dump(tasks, plan))
 
 
+def test_golden_kv_from_a_disk() -> None:
+    """A device attends to KV on a disk: it comes through a window in RAM, and goes back through it."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values()]
+    stage = max(part.granule_bytes for part in by_key.values())
+    plan = make_plan(
+        SMALL, F32, units, ring_bytes={}, stage_bytes=stage, main="gpu0", kv_homes=[("disk0", "gpu0")],
+        batches_per_pass=2,
+    )  # fmt: skip
+    check_plan(plan, SMALL, F32)
+    tasks = lowered(plan, passes.decode(plan, (0, 1), (8, 70), passes.DECODE))
+    verify(tasks, plan.arenas)
+    check_golden("kv_disk", dump(tasks, plan))
+
+
 @pytest.mark.parametrize("cache", ["host", "gpu0", "both"])
 def test_golden_experts_beside_a_device(cache: str) -> None:
     """A layer whose attention and shared expert are the device's. Its experts have a cache: in RAM over the disk, or in

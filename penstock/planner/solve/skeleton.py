@@ -71,6 +71,12 @@ class Skeleton:
     def has_device(self) -> bool:
         return self.main == GPU.executor
 
+    @property
+    def kv_words(self) -> str:
+        """Where KV is that is not with the device, and who attends to it then, as words of a plan's name."""
+        home = {HOST: ", KV in RAM", DISK.tier: ", KV on the disk"}.get(self.kv_home, "")
+        return home + (", scores on the CPU" if self.delegates else "")
+
     def plan(
         self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
     ) -> Plan:  # fmt: skip

@@ -21,7 +21,7 @@ from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
-from penstock.spec.places import GPU, HOST, Tier
+from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_mib_up
 
@@ -89,7 +89,7 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
         if estimate is None:
             continue
         shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
-        if kv_home == HOST:  # only the split in which the device computes everything is tried with KV in RAM
+        if kv_home != GPU.executor:  # only the split in which the device computes everything is tried with KV away
             shares = {_LINK: shares[_LINK]}
         elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
             del shares["link and CPU"]
@@ -118,6 +118,8 @@ def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
     stay = problem.most_on_device(layers, plan_of)
     if stay < layers:  # so many layers fit with their KV, and the CPU computes attention of the others
         fitting += [(stay, GPU.executor, False), (layers, HOST, False), (layers, HOST, True)]
+        if not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
+            fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
     return fitting
 
 
@@ -142,7 +144,7 @@ def _estimate(skeleton: Skeleton) -> Estimate | None:
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends = skeleton.attention_layers
     ffns, attention = share(problem.of_kind("ffn")), share(problem.of_kind("attn")[:attends])
-    there = Shares(ffns, attention, disk, True, skeleton.kv_home == HOST, skeleton.delegates)
+    there = Shares(ffns, attention, disk, True, skeleton.kv_home != GPU.executor, skeleton.delegates)
     work = LayerWork(problem, skeleton.ring_bytes)
     return Estimate(work, skeleton.chunk_rows, there, attends, problem.head.key in stays)
 
@@ -152,6 +154,4 @@ def _name(plan: Plan, who: str, skeleton: Skeleton) -> str:
     if all_there(plan):
         return WHOLE
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers on the CPU"
-    where = ", KV in RAM" if skeleton.kv_home == HOST else ""
-    where += ", scores on the CPU" if skeleton.delegates else ""
-    return f"{WHOLE}, {who}{cpu}{where}" + ("" if skeleton.prompts else ", prompts too")
+    return f"{WHOLE}, {who}{cpu}{skeleton.kv_words}" + ("" if skeleton.prompts else ", prompts too")
