@@ -117,9 +117,10 @@ def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
     fitting: list[tuple[int, Tier, bool]] = [(layers, GPU.executor, False)] if streams else []
     stay = problem.most_on_device(layers, plan_of)
     if stay < layers:  # so many layers fit with their KV, and the CPU computes attention of the others
-        fitting += [(stay, GPU.executor, False), (layers, HOST, False), (layers, HOST, True)]
+        fitting += [(stay, GPU.executor, False), (layers, HOST, False)]
         if not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
             fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
+    fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
     return fitting
 
 
