@@ -65,7 +65,8 @@ class Problem:
     @property
     def half_way(self) -> int:
         """The position of a decode pass half-way through the output."""
-        return max(1, self.ask.prompt_tokens + self.ask.output_tokens // 2)
+        assert self.ask.context is not None, "settle_context came first"
+        return max(1, min(self.ask.prompt_tokens + self.ask.output_tokens // 2, self.ask.context - 1))
 
     @property
     def layers(self) -> int:
