@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "bind.h"
+#include "bind_types.h"
 #include "kernels.h"
 #include "repack.h"
 #include "scratch.h"
@@ -107,39 +108,6 @@ FfnShape make_ffn(std::optional<Matrix> gate, const Matrix& up, const Matrix& do
     return {gate.value_or(Matrix{}), up, down, gate_bias, up_bias, kind};
 }
 
-// The kernels of one instruction set on a pool of threads.
-struct Compute {
-    Compute(const std::string& isa, int threads) : kernels(find_kernels(isa.c_str())) {
-        if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + isa + " kernels").c_str());
-        pool = std::make_unique<Pool>(threads);
-    }
-    const Kernels* kernels;
-    std::unique_ptr<Pool> pool;
-};
-
-// An op with its operands, ready to run. It returns false where the scratch is too small for one granule.
-using Step = std::function<bool(const Compute&)>;
-
-void require(bool scratch_suffices) {
-    if (!scratch_suffices) throw nb::value_error("the scratch is too small for one granule");
-}
-
-// Ops that run in order, with no Python between them.
-struct Program {
-    explicit Program(const Compute& on) : compute(&on) {}
-    const Compute* compute;
-    std::vector<Step> steps;
-    std::shared_ptr<ExpertsOp> placed;  // the operands of the latest call for experts
-
-    // Replaces that call's experts, and where their weights lie.
-    void place(const std::vector<std::uintptr_t>& weights, std::vector<int> ids);
-
-    void run() const {
-        nb::gil_scoped_release release;
-        for (const Step& step : steps) require(step(*compute));
-    }
-};
-
 CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page_tokens, int head_dim) {
     if (page_tokens < kPageTokens || page_tokens % kPageTokens != 0) {
         throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
@@ -210,15 +178,6 @@ void check(const ExpertsOp& op) {
 template <class Op>
 void check(const Op&) {}
 
-void Program::place(const std::vector<std::uintptr_t>& weights, std::vector<int> ids) {
-    if (placed == nullptr) throw nb::value_error("the program computes no experts");
-    ExpertsOp op = *placed;
-    op.weights = Crossing<std::vector<const std::uint8_t*>>::of(weights);
-    op.ids = std::move(ids);
-    check(op);
-    *placed = std::move(op);
-}
-
 // Defines each op as a method of both classes. Compute runs it at once, and Program appends it. All operands are given
 // by name.
 struct Ops {
@@ -266,6 +225,24 @@ struct Ops {
 // clang-format on
 
 }  // namespace
+
+Compute::Compute(const std::string& isa, int threads) : kernels(find_kernels(isa.c_str())) {
+    if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + isa + " kernels").c_str());
+    pool = std::make_unique<Pool>(threads);
+}
+
+void require(bool scratch_suffices) {
+    if (!scratch_suffices) throw nb::value_error("the scratch is too small for one granule");
+}
+
+void Program::place(const std::vector<std::uintptr_t>& weights, std::vector<int> ids) {
+    if (placed == nullptr) throw nb::value_error("the program computes no experts");
+    ExpertsOp op = *placed;
+    op.weights = Crossing<std::vector<const std::uint8_t*>>::of(weights);
+    op.ids = std::move(ids);
+    check(op);
+    *placed = std::move(op);
+}
 
 void bind_ops(nb::module_& m) {
     using namespace nb::literals;
@@ -339,6 +316,7 @@ void bind_ops(nb::module_& m) {
                        .def("__len__", [](const Program& self) { return self.steps.size(); })
                        .def("place", &Program::place, "weights"_a, "ids"_a)
                        .def("run", &Program::run);
+    bind_demand(m, program);
     // clang-format off
     Ops ops{compute, program, nb::dict()};
     ops.def("project", &Kernels::project,

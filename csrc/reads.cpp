@@ -225,6 +225,7 @@ void ThreadReads::serve() {
         std::optional<Block> block;
         work_.wait(lock, [&] { return stop_ || (block = claim()).has_value(); });
         if (!block) return;
+        if (queued()) work_.notify_one();  // to the next thread, if there is one to spare
         lock.unlock();
         read_here(block->piece);
         lock.lock();

@@ -26,18 +26,18 @@ void relax() {
 #endif
 }
 
-void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
+}  // namespace
+
+void Pool::wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) const {
     const auto until = std::chrono::steady_clock::now() + kSpin;
     do {
         for (int i = 0; i < kSpinsPerLook; ++i) {
             if (value.load(std::memory_order_acquire) != old) return;
             relax();
         }
-    } while (std::chrono::steady_clock::now() < until);
+    } while (awake_.load(std::memory_order_relaxed) || std::chrono::steady_clock::now() < until);
     value.wait(old, std::memory_order_acquire);
 }
-
-}  // namespace
 
 Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads), cpus_(allowed_cpus()) {
     if (cpus_.size() > std::size_t(threads_)) cpus_.resize(std::size_t(threads_));

@@ -43,6 +43,10 @@ class Pool {
 
     int threads() const { return threads_; }
 
+    // Whether workers spin until there is a job, however long that takes. For someone who waits for what comes within a
+    // millisecond, often: a worker that sleeps comes 50 µs late.
+    void stay_awake(bool awake) { awake_.store(awake, std::memory_order_relaxed); }
+
     // Calls work(team) on every thread and returns when all are done. It is not re-entrant, and `work` must not throw.
     // `cost`: about how many bytes of weights or KV the job walks through, once per four rows. A job of a few
     // microseconds is done by the caller alone: where another process holds a core, every barrier waits for that core's
@@ -65,6 +69,7 @@ class Pool {
     void leave_workers_cpu() const;
     void serve(int id);
     void arrive();
+    void wait_while(const std::atomic<std::uint32_t>& value, std::uint32_t old) const;
 
     int threads_;
     Entry entry_ = nullptr;
@@ -74,6 +79,7 @@ class Pool {
     alignas(64) std::atomic<std::uint32_t> job_number_{0};
     alignas(64) std::atomic<std::uint32_t> phase_{0};
     alignas(64) std::atomic<int> arrived_{0};
+    std::atomic<bool> awake_{false};
     std::vector<std::thread> workers_;
     std::vector<int> cpus_;  // of the affinity mask: the caller's, then one for each worker that is pinned
 };
