@@ -49,18 +49,18 @@ class Binding:
         poisoned: bool = False,
         kv_file: KvFile | None = None,
     ) -> None:
-        self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
+        self._plan, self._arenas, self._reader, self.poisoned = plan, arenas, reader, poisoned
         self._kv_file = kv_file
         self.on_route: OnRoute | None = None  # called after each router's call
         self.on_fired: OnFired | None = None  # called after each layer's FFN. Native kernels alone can tell
         self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
-        self._layout = Layout(plan)
+        self.layout = Layout(plan)
         self._parts = plan.parts
         self._spec = plan.target.spec
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
-        self._predictors = {p.layer: self._layout.predictor_part(p) for p in plan.predictors}
+        self._predictors = {p.layer: self.layout.predictor_part(p) for p in plan.predictors}
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ids: dict[tuple[Slot, int, int], NDArray[np.int32]] = {}  # by slot of routes, rows and active experts
         self._ops: dict[str, Callable[[Call, Any], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
@@ -94,6 +94,10 @@ class Binding:
         if isinstance(first.operands, ops.Pick):
             return self._begin_pick(first, first.operands)
         return self._begin_load(first, first.operands) if isinstance(first.operands, ops.Load) else None
+
+    def unit_of(self, key: str, granule: int) -> int:
+        """The plan's unit that has a granule of a part."""
+        return next(u for u, unit in enumerate(self._plan.units) if unit.part == key and unit.lo <= granule < unit.hi)
 
     def begin(self) -> None:
         """A pass starts: rotations of earlier positions are forgotten."""
@@ -195,7 +199,7 @@ class Binding:
         unit, t = self._plan.units[call.unit], _batch(call).total_rows
         part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
-        asked = op.weights == self._layout.asked.get(call.unit)
+        asked = op.weights == self.layout.asked.get(call.unit)
         granules = self._picked(call, op) if asked else self._granules(op.weights, part)
         dense.ffn(
             granules, part, unit.lo, shape, self._rows(op.h, t),
@@ -213,7 +217,7 @@ class Binding:
 
     def _picked(self, call: Call, op: ops.Ffn) -> NDArray[np.uint8]:
         """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that count."""
-        unit, kept = self._plan.units[call.unit], self._arenas.view(self._layout.kept[call.unit])
+        unit, kept = self._plan.units[call.unit], self._arenas.view(self.layout.kept[call.unit])
         part, count, t = self._parts[unit.part], unit.hi - unit.lo, _batch(call).total_rows
         if op.values:
             fires = (self._values(op.values[0], t) != 0).any(axis=1)
@@ -275,7 +279,7 @@ class Binding:
     def _begin_load(self, call: Call, op: ops.Load) -> DiskLoad:
         target = op.target
         unit = self._plan.units[call.unit]
-        if self._poisoned:
+        if self.poisoned:
             poison(self._arenas.view(target))
         return self._disk.start(unit.part, op.lo, op.hi, self._arenas.address(target), unit.home)
 
@@ -285,7 +289,7 @@ class Binding:
 
     def _begin_pick(self, call: Call, op: ops.Pick) -> DiskLoad | None:
         unit, address = self._plan.units[call.unit], self._arenas.address(op.target)
-        if self._poisoned:
+        if self.poisoned:
             poison(self._arenas.view(op.target))
         records = Records.of(self._parts[unit.part])
         return self._disk.pick(unit.part, [(lo, hi, address + records.place((lo, hi), unit.lo)) for lo, hi in op.runs])
@@ -315,7 +319,7 @@ class Binding:
         self._move(op.source, op.target)
 
     def _move(self, source: Slot, target: Slot) -> None:
-        if self._poisoned:
+        if self.poisoned:
             poison(self._arenas.view(target))
         self._arenas.view(target)[...] = self._arenas.view(source)
 
@@ -323,9 +327,9 @@ class Binding:
         layer, batch = op.layer, _batch(call)
         reads: list[tuple[int, int, int]] = []
         for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            spans = self._layout.kv.spans(layer, batch, save=False)
-            if self._poisoned:  # other pages may be another batch's
-                shared = self._layout.kv.shares_pages(batch)
+            spans = self.layout.kv.spans(layer, batch, save=False)
+            if self.poisoned:  # other pages may be another batch's
+                shared = self.layout.kv.shares_pages(batch)
                 for lo, hi in spans if shared else [(0, target.nbytes)]:
                     poison(self._arenas.view(target)[lo:hi])
             for lo, hi in spans:
@@ -340,7 +344,7 @@ class Binding:
         layer, batch = op.layer, _batch(call)
         writes: list[tuple[int, memoryview]] = []
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-            for lo, hi in self._layout.kv.spans(layer, batch, save=True):
+            for lo, hi in self.layout.kv.spans(layer, batch, save=True):
                 if is_disk(target.arena):
                     writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
                 else:
@@ -428,7 +432,7 @@ class Binding:
         first. `call`: the router's call of this layer, which has just been done. None where the next layer has no
         router."""
         assert isinstance(call.operands, ops.Route)
-        layer, batch, layout = call.operands.layer + 1, _batch(call), self._layout
+        layer, batch, layout = call.operands.layer + 1, _batch(call), self.layout
         if f"{layer}.router" not in self._parts:
             return None
         t, routed = batch.total_rows, self._routed(layer)
@@ -466,14 +470,14 @@ class Binding:
 
     def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
         """The pages of a slot of `Layout.kv`."""
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
+        a, fmt = self._spec.layers[layer].attention, self.layout.kv.home(layer, batch).format
         page_tokens = self._plan.page_tokens
         blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
         """The pages of each sequence, int64 [pages] each, numbered as in `_pool`."""
-        return [np.array(pages, np.int64) for pages in self._layout.kv.pages_of(batch)]
+        return [np.array(pages, np.int64) for pages in self.layout.kv.pages_of(batch)]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
         """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""
