@@ -18,7 +18,8 @@ from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
-from penstock.runtime.bind import _batch, experts_of
+from penstock.runtime.bind import experts_of
+from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.bind_native_ops import Native, NativeOps, native
 from penstock.runtime.bind_native_ops import Target as Target
 from penstock.runtime.kv_file import KvFile
@@ -87,7 +88,7 @@ class NativeBinding(NativeOps):
         given = {batch.id: batch for batch in task.batches}
         for batch_id, number in bound.batches.items():
             if batch_id not in self._moved:
-                self.move(self._shared[batch_id], given.get(batch_id) or _batch(task.calls[number]))
+                self.move(self._shared[batch_id], given.get(batch_id) or batch_of(task.calls[number]))
                 self._moved.add(batch_id)
         for step in bound.steps:
             if isinstance(step, int):
@@ -98,7 +99,7 @@ class NativeBinding(NativeOps):
     def _run_placed(self, call: Call, op: ops.Experts) -> None:
         """Computes experts that were asked for. All operands are as in other passes but which experts they are, and
         where these lie."""
-        key = (call.unit, _batch(call).total_rows, *op[1:6], op.starts_sum)
+        key = (call.unit, batch_of(call).total_rows, *op[1:6], op.starts_sum)
         program = self._placed.get(key)
         if program is None:
             while len(self._placed) >= self._most_bound:
@@ -120,7 +121,7 @@ class NativeBinding(NativeOps):
         if not self.is_native(call):
             super().call(call)
             return
-        batch = _batch(call)
+        batch = batch_of(call)
         if batch not in self._tables_of:
             self._tables_of[batch] = self.new_tables(batch)
         self._natively[call.op](self._compute, call, call.operands, self._tables_of[batch])
@@ -130,7 +131,7 @@ class NativeBinding(NativeOps):
     def alone(self, call: Call) -> Callable[[], None]:
         """Returns a function that runs this one native call, with little Python around it. For probes."""
         assert self.is_native(call), f"{call.op} is not native here"
-        batch = _batch(call)
+        batch = batch_of(call)
         if batch not in self._tables_of:
             self._tables_of[batch] = self.new_tables(batch)
         program = self.new_program()
@@ -141,7 +142,7 @@ class NativeBinding(NativeOps):
         steps: list[_native.Program | int] = []
         batches: dict[int, int] = {}
         for number, call in enumerate(task.calls):
-            batch = _batch(call)
+            batch = batch_of(call)
             batches.setdefault(batch.id, number)
             if not self.is_native(call):
                 steps.append(number)

@@ -143,7 +143,7 @@ class OpenPassRunner:
         first = next((i for i, call in enumerate(calls) if binding.is_native(call)), len(calls))
         if not all(binding.is_native(call) for call in calls[first:]) or any(m.at < first for m in open_pass.marks):
             return None
-        batch = _batch(calls[0])
+        batch = batch_of(calls[0])
         tables = binding.new_tables(batch)
         demands = {
             mark.layer: self._demand(mark.layer, mark.call) for mark in open_pass.marks if mark.action is Action.COMPUTE
@@ -194,6 +194,6 @@ def _task(lane: Lane, *calls: Call) -> Task:
     return Task(-1, (lane,), calls, (), (), nbytes, flops, ())
 
 
-def _batch(call: Call) -> Batch:
+def batch_of(call: Call) -> Batch:
     assert call.batch is not None
     return call.batch
