@@ -44,6 +44,12 @@ void check(const ExpertsOp& op) {
     }
 }
 
+void check(const AttendOp& op) {  // rows that are only stored may lie in pages of any size
+    if (op.cache.page_tokens % kPageTokens != 0) {
+        throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
+    }
+}
+
 template <class Op>
 void check(const Op&) {}
 

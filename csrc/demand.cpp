@@ -19,13 +19,14 @@ bool contains(const std::vector<int>& experts, int expert) {
 }  // namespace
 
 Demand::Demand(int layer, std::shared_ptr<ExpertCache> cache, ExpertsOp op, std::vector<std::byte*> slots,
-               std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, bool poisoned)
+               std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, ReadAhead ahead, bool poisoned)
     : layer_(layer),
       cache_(std::move(cache)),
       op_(std::move(op)),
       slots_(std::move(slots)),
       homes_(std::move(homes)),
       sums_(std::move(sums)),
+      ahead_(std::move(ahead)),
       poisoned_(poisoned),
       expert_bytes_(std::int64_t(op_.per_expert) * std::int64_t(op_.stride)) {}
 
@@ -34,6 +35,7 @@ void Demand::check(int expert) const {
 }
 
 void Demand::begin() {
+    ahead_.begin();
     loaded_bytes_ = 0;
     computed_.clear();
     loaded_.clear();

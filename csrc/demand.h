@@ -11,6 +11,7 @@
 
 #include "expert_cache.h"
 #include "kernels.h"
+#include "read_ahead.h"
 #include "reads.h"
 
 namespace penstock {
@@ -51,8 +52,9 @@ class Demand {
 
     // `op`: all operands of the layer's call for experts, but for which experts, and where they lie. `slots`: of the
     // cache, in RAM. `sums`: null where nothing is compared. `poisoned`: slots are filled with NaN before each load.
+    // `ahead`: what who waits for these experts may read meanwhile.
     Demand(int layer, std::shared_ptr<ExpertCache> cache, ExpertsOp op, std::vector<std::byte*> slots,
-           std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, bool poisoned);
+           std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, ReadAhead ahead, bool poisoned);
 
     // Takes the router's answer, and begins to read the experts that are missing.
     void ask();
@@ -74,6 +76,7 @@ class Demand {
     const std::vector<std::int32_t>& said() const { return said_; }  // [T, A], of the latest pass
     const std::vector<std::vector<int>>& guessed() const { return guessed_; }
     int active() const { return op_.active; }
+    ReadAhead& ahead() { return ahead_; }
     std::int64_t loaded_bytes() const { return loaded_bytes_; }       // in the latest pass
     const std::vector<Stamp>& computed() const { return computed_; }  // of the latest pass, for timelines
     const std::vector<Stamp>& loaded() const { return loaded_; }
@@ -98,6 +101,7 @@ class Demand {
     std::vector<std::byte*> slots_;
     std::vector<ExpertHome> homes_;
     std::shared_ptr<Sums> sums_;
+    ReadAhead ahead_;
     bool poisoned_;
     std::int64_t expert_bytes_;
 

@@ -409,11 +409,14 @@ class Demand:
 
     def __init__(
         self, layer: int, cache: ExpertCache, experts: Program, slots: Sequence[int],
-        homes: Sequence[tuple[Reader, int, int, int]], sums: Sums | None, poisoned: bool,
+        homes: Sequence[tuple[Reader, int, int, int]], sums: Sums | None, ahead: Sequence[tuple[int, int]],
+        poisoned: bool,
     ) -> None:  # fmt: skip
         """`experts`: its latest call for experts has all operands but which experts, and where they lie. `slots`: the
         addresses of the cache's. `homes`: of each expert the reader, the file, the offset, the number of its first
-        checksum. `poisoned`: slots are filled with NaN before each read. ValueError where these do not fit."""
+        checksum. `ahead`: addresses and bytes that the ops after these experts read; while a read is waited for,
+        they are brought into the processor's caches. `poisoned`: slots are filled with NaN before each read. ValueError
+        where these do not fit."""
 
     def give(self, rows: Sequence[Sequence[int]]) -> None:
         """The experts of each row that the next `ask` takes in place of the router's. ValueError for other experts than

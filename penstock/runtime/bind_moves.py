@@ -113,6 +113,12 @@ class Moves:
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
         layer, batch = op.layer, batch_of(call)
         writes: list[tuple[int, memoryview]] = []
+        if op.fresh:
+            for lo, to, nbytes in self.layout.kv.fresh_spans(layer, batch):
+                for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
+                    pages = self._arenas.view(source)[lo : lo + nbytes]
+                    self._arenas.view(target)[to : to + nbytes] = pages
+            return
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self.layout.kv.spans(layer, batch, save=True):
                 if is_disk(target.arena):

@@ -25,6 +25,7 @@ from penstock.graph.open_passes import Action
 from penstock.graph.tasks import Call
 from penstock.graph.timeline import Timeline
 from penstock.kernels import cpu
+from penstock.runtime import host
 from penstock.runtime.open_passes import OpenPassRunner
 from penstock.serve.session import Running, Session
 from penstock.spec.places import CPU, DISK
@@ -308,7 +309,25 @@ def test_demands_refuse_what_does_not_fit(packed: Packed) -> None:
         bound.program.guess(demand, 4096, 0)
     cache, program = _native.ExpertCache(ACTIVE, "lru"), session._binding.new_program()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="computes no experts"):
-        _native.Demand(0, cache, program, [0] * ACTIVE, [], None, False)
+        _native.Demand(0, cache, program, [0] * ACTIVE, [], None, [], False)
+    session.close()
+
+
+def test_weights_are_read_ahead_as_far_as_a_cache_keeps_them(packed: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, step = stepper(packed, caching(packed, ACTIVE, "lru", 1), True)
+    step(0)
+    open_pass = session.lowering.open_pass(passes.decode(session.plan, (0,), (1,), passes.DECODE))
+    runner = session._open_runner
+    assert open_pass is not None and runner is not None
+    weights = [call.operands.weights for call in open_pass.calls if isinstance(call.operands, ops.Qkv | ops.Out)]
+    for cache_bytes in (0, 1 << 14, 1 << 40):
+        monkeypatch.setattr(host, "last_level_cache_bytes", lambda nbytes=cache_bytes: nbytes)
+        ahead = runner._ahead(open_pass.calls)
+        assert sum(nbytes for _, nbytes in ahead) <= cache_bytes // 2
+        if cache_bytes == 1 << 40:
+            assert {(session._arenas.address(slot), slot.nbytes) for slot in weights} <= set(ahead)
+        else:
+            assert bool(ahead) == bool(cache_bytes)
     session.close()
 
 
