@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.programs.pipo_memory import PIPELINES, Configuration, MachineLimits, Sizes, equation_1, peak_bytes
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
@@ -59,4 +60,33 @@ def in_blocks(plan: Plan, asked: int, placed: Collection[str], kv_bytes: int) ->
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"
         f" {plan.batch_seqs}: what streams crosses once a block and token",
         f"{where} of {format_bytes(placed_bytes)} and {format_bytes(kv_bytes)}",
+    )
+
+
+def in_slices(
+    plan: Plan, r_gg: Sequence[float], r_cg: Sequence[float], layer_s: float, alone_s: float, n_g: tuple[int, int],
+    prompts: bool, lifts: str,
+) -> tuple[str, ...]:  # fmt: skip
+    """Sentences about a plan of ScheInfer's.
+
+    r_gg, r_cg      of each layer
+    layer_s, alone_s  seconds of the first layer, and what they would be without the link
+    n_g             (how many tokens of a chunk the device had best compute with the CPU's weights, of how many)
+    prompts         whether the device computes them all so, or none
+    lifts           why units that are lifted have their size
+    """
+    layers, homes = len(r_gg), weights_bytes(plan)
+    gg, cg = sum(r_gg) / layers, sum(r_cg) / layers
+    lifted = any(
+        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
+    )
+    return (
+        f"{format_bytes(homes[GPU.executor])} of {format_bytes(sum(homes.values()))} of weights stay in device memory,"
+        f" by what a byte saves there: attention and KV of {kv_layers(plan, GPU.executor)} of {layers} layers,"
+        f" {gg:.0%} of the FFNs (r_GG)",
+        f"of the FFNs the link lifts {cg:.0%} (r_CG) and the CPU computes {1 - gg - cg:.0%} (r_CC): the first layer"
+        f" takes {layer_s * 1e3:.2f} ms, without the link {alone_s * 1e3:.2f}",
+        f"of a chunk of {n_g[1]} tokens the device had best take {n_g[0]} with the CPU's weights (n_g); it can take all"
+        f" or none: {'all' if prompts else 'none'}",
+        *([lifts] if lifted else []),
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, partial
 
+from penstock.planner.candidate import Candidate
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import device_skeleton

@@ -19,9 +19,9 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
+from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes

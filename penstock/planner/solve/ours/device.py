@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.reasons import beside_device
-from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little

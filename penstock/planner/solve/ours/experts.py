@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.reasons import layers_there, with_experts
 from penstock.planner.solve import fill
-from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest

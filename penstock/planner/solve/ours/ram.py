@@ -12,10 +12,10 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.candidate import Candidate
 from penstock.planner.firing import Firing
 from penstock.planner.reasons import without_device
 from penstock.planner.solve import fill
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little

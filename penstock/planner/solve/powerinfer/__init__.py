@@ -23,8 +23,8 @@ from functools import partial
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.activity import NeuronProfile, predictor_rank, published
+from penstock.planner.candidate import Candidate
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, all_of, usual_chunks
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.problem import Problem
