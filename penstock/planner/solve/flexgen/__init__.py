@@ -23,8 +23,9 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
+from penstock.planner.programs.whole_layers import whole_layers
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask

@@ -19,6 +19,7 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import layers_there, with_experts
+from penstock.planner.shares import share_slots
 from penstock.planner.solve import fill
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
@@ -95,7 +96,7 @@ def _cached_there(skeleton: Skeleton) -> Plan | None:
     budget = problem.spare_bytes(plan([1] * len(experts)), GPU.executor)
     if budget is None:
         return None
-    slots = fill.share_slots(experts, budget - 2 * ARENA_ALIGN)
+    slots = share_slots(experts, budget - 2 * ARENA_ALIGN)
     if min(slots) == max(part.experts for part in experts):
         return None
     found = plan(slots)

@@ -25,7 +25,8 @@ from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.activity import NeuronProfile, predictor_rank, published
 from penstock.planner.candidate import Candidate
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.fill import Resident, all_of, usual_chunks
+from penstock.planner.shares import Resident, all_of
+from penstock.planner.solve.fill import usual_chunks
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import in_slices
 from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
-from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
+from penstock.planner.shares import Resident, share_out
+from penstock.planner.solve.fill import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
