@@ -1,4 +1,4 @@
-"""A GGUF of the shape of a llama or a qwen3_moe with random weights, for llama.cpp.
+"""A GGUF of the shape of a llama, a qwen3_moe or a nemotron with random weights, for llama.cpp.
 
 By default every matrix is in Q4_0, 4.5 bits a weight: the usual Q4_0 file keeps the head in Q6_K, and without that both
 engines read the same bytes a token. MIXES are what llama.cpp's own quantiser makes. Routers are float32, and have the
@@ -93,7 +93,8 @@ def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
         if has_experts(config):
             neurons, end = config["moe_intermediate_size"], "_exps"
             many = (config["num_experts"], config["num_experts_per_tok"])
-        yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
+        if not is_nemotron(config):
+            yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_up{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_down{end}", hidden, neurons, *many)
     if not config["tie_word_embeddings"]:
@@ -102,6 +103,10 @@ def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
 
 def has_experts(config: dict[str, Any]) -> bool:
     return bool(config["model_type"] == "qwen3_moe")
+
+
+def is_nemotron(config: dict[str, Any]) -> bool:
+    return bool(config["model_type"] == "nemotron")
 
 
 def bytes_per_token(config: dict[str, Any]) -> int:
@@ -122,7 +127,8 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     config, spec = read_config(config_file)
     layers = range(config["num_hidden_layers"])
     aside = target.with_suffix(".tmp")
-    writer = GGUFWriter(aside, "qwen3moe" if has_experts(config) else "llama")
+    name = "qwen3moe" if has_experts(config) else "nemotron" if is_nemotron(config) else "llama"
+    writer = GGUFWriter(aside, name)
     writer.add_name(config_file.stem)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_K_M if mix == "q4_k_m" else LlamaFileType.MOSTLY_Q4_0)
     writer.add_quantization_version(2)
@@ -135,9 +141,12 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if is_nemotron(config):
+        writer.add_layer_norm_eps(config["norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if has_experts(config):
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -150,6 +159,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     ones = np.ones(config["hidden_size"], np.float32)
     norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "ffn")]
     vectors: dict[str, Array] = dict.fromkeys((*norms, "output_norm"), ones)
+    biases = (*norms, "output_norm") if is_nemotron(config) else ()  # its layer norms have them; weights are 1 + w
     if has_experts(config):
         heads = [f"blk.{i}.attn_{kind}_norm" for i in layers for kind in "qk"]
         vectors |= dict.fromkeys(heads, np.ones(config["head_dim"], np.float32))
@@ -160,8 +170,11 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
         plain = replace(rope, kind="default", factors=())
         vectors["rope_freqs"] = frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
 
-    for name, vector in vectors.items():
-        writer.add_tensor_info(f"{name}.weight", vector.shape, vector.dtype, vector.nbytes)
+    for tensor, vector in vectors.items():
+        writer.add_tensor_info(f"{tensor}.weight", vector.shape, vector.dtype, vector.nbytes)
+    zeros = np.zeros(config["hidden_size"], np.float32)
+    for tensor in biases:
+        writer.add_tensor_info(f"{tensor}.bias", zeros.shape, zeros.dtype, zeros.nbytes)
     for each in matrices(config, mix):
         shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
         kind = GGMLQuantizationType[each.kind]
@@ -169,7 +182,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for vector in vectors.values():
+    for vector in (*vectors.values(), *([zeros] * len(biases))):
         writer.write_tensor_data(vector)
     pools: dict[tuple[str, float], Array] = {}
     for i, each in enumerate(matrices(config, mix)):
