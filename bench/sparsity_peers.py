@@ -1,6 +1,6 @@
 """Products of a 4096 × 4096 matrix with a vector where a share of the rows is 0, by libraries for sparse matrices
-(PowerInfer, Figure 16): torch.sparse and scipy, in CSR and float32, and torch dense. Laying the matrix out as CSR is not
-timed. There are several matrices, more than any cache holds, as in `bench.sparsity.Operator`.
+(PowerInfer, Figure 16): torch.sparse and scipy, in CSR and float32, and torch dense. Laying the matrix out as CSR is
+not timed. There are several matrices, more than any cache holds, as in `bench.sparsity.Operator`.
 """
 
 from __future__ import annotations

@@ -193,8 +193,8 @@ def rates_of(problem: Problem) -> list[placement.Rates]:
 
     def of(part: Part) -> placement.Rates:
         active_s = cost.call_s(GPU.to_host, "copy", "*", nbytes=active_columns(part.rows))
-        each = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (GPU.kernels, CPU))
-        return placement.Rates(*each, sync_s + active_s, begin_s)
+        device_s, host_s = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (GPU.kernels, CPU))
+        return placement.Rates(device_s, host_s, sync_s + active_s, begin_s)
 
     return [of(part) for part in problem.of_kind("ffn")]
 
