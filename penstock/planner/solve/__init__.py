@@ -116,7 +116,8 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
     yield from ours
     from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
 
-    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
+    neurons = every or may_plan or powerinfer.runs(problem)
+    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if neurons else ())):
         yield from solver.candidates(problem)
 
 
@@ -193,8 +194,6 @@ def _check_weights(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | 
             raise BadRequest(
                 "--sparsity predict: this model has no predictors (`penstock train-predictors` trains them)"
             )
-        if ask.use_device:
-            raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
     if ask.sparsity == "threshold":
         if not spec.has_levels:
             why = "this model has a ReLU, whose zeros are left out exactly" if spec.fires else "this model has experts"
