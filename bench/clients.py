@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.cgroup import Cgroup, drop_page_cache, limited
 
-_START_S, _ANSWER_S = 600.0, 600.0
+_START_S, _ANSWER_S, _END_S = 600.0, 600.0, 120.0
 
 
 @dataclass
@@ -51,8 +51,11 @@ class Server:
         return sum(_rss_bytes(int(pid)) for pid in (self.process_id, *children))
 
     def settle(self) -> None:
-        """Waits until no request is there."""
+        """Waits until no request is there. Ends the bench where that takes longer than an answer may."""
+        until_s = time.monotonic() + _ANSWER_S
         while self.gauge("requests_running") or self.gauge("requests_waiting"):
+            if time.monotonic() > until_s:
+                raise SystemExit("requests are left in the server")
             time.sleep(0.05)
 
 
@@ -73,18 +76,28 @@ def served(folder: Path, model: Path, limit: int | None, *flags: object) -> Iter
             yield Server(_port(process), process.pid, cgroup)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(120)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise SystemExit(f"the server had not ended {_END_S:.0f} s after SIGTERM") from None
 
 
 def _port(process: subprocess.Popen[str]) -> int:
+    """Where it listens. Ends the bench where it ends before, or takes longer than _START_S."""
     assert process.stderr is not None
     said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"http://\S+?:(\d+)/v1", line):
-            # What it says later is read too, or it would wait for us.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return int(found[1])
+    late = threading.Timer(_START_S, process.kill)
+    late.start()
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"http://\S+?:(\d+)/v1", line):
+                # What it says later is read too, or it would wait for us.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                return int(found[1])
+    finally:
+        late.cancel()
     raise SystemExit(f"the server ended: {''.join(said[-5:])}")
 
 

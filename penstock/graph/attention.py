@@ -28,7 +28,9 @@ class Attention:
 
     def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
         """A unit's share of a layer, all of it on one executor. `weights`: the unit's slot. `first`: the unit's output
-        is the first addend of the batch's sum."""
+        is the first addend of the batch's sum.
+
+        Raises InternalError if a plan has a layer's attention on another executor than its projections."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
         t, (first_head, end_head) = batch.total_rows, self._plan.unit_rows(unit)

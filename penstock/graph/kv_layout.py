@@ -38,7 +38,8 @@ class KvLayout:
         self._window_of = self._place_windows()
 
     def home(self, layer: int, batch: Batch) -> KvHome:
-        """The home of the batch's KV in a layer. A batch has one home per layer."""
+        """The home of the batch's KV in a layer. A batch has one home per layer. Raises AssertionError if the plan has
+        none."""
         for home in self.plan.kv:
             if home.layers[0] <= layer < home.layers[1] and home.seqs[0] <= batch.seqs[0] < home.seqs[1]:
                 return home

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve.flexgen.program import Shares
+from penstock.planner.programs.policy import Shares
 from penstock.planner.solve.flexgen.shape import BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem

@@ -10,10 +10,10 @@ import pytest
 
 import penstock
 from penstock.graph.check_plan import check_plan
+from penstock.planner.bound import score_s
 from penstock.planner.compare import comparison
 from penstock.planner.explain import rate, table
 from penstock.planner.solve import Solved, flexgen, powerinfer, solve
-from penstock.planner.solve.bound import score_s
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask

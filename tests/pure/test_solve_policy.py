@@ -14,11 +14,11 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
+from penstock.planner.bound import score_s
+from penstock.planner.programs.policy import Shares
 from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.flexgen import BATCH_STEP, blocks, candidates, chunk_options, plan_of, search
-from penstock.planner.solve.flexgen.program import Shares
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, kv_layers, split_granules, whole_layers
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem

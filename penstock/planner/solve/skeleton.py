@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.reasons import lifted_units
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS, Kv, Resident, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import UNIT_BYTES, Cache, Plan, Predictor, Unit
-from penstock.units import MIB, format_bytes, round_up
+from penstock.units import MIB, round_up
 
 T = TypeVar("T")
 _ATTEMPTS = 5
@@ -231,12 +232,7 @@ def lift_bytes(problem: Problem, ring_bytes: int) -> int:
 
 def lift_reason(problem: Problem, ring_bytes: int) -> str:
     """A sentence that says why units have `lift_bytes`."""
-    nbytes = lift_bytes(problem, ring_bytes)
-    why = f"at most {FIXED_SHARE:.0%} of its copy"
-    if nbytes == ring_bytes // 4:
-        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
-    fixed = f"each costs {_fixed_s(problem) * 1e6:.0f} µs beside its bytes"
-    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
+    return lifted_units(lift_bytes(problem, ring_bytes), ring_bytes, _fixed_s(problem), FIXED_SHARE)
 
 
 def _fixed_s(problem: Problem) -> float:

@@ -13,8 +13,8 @@ from itertools import pairwise
 from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.programs.policy import Shares
 from penstock.planner.solve.fill import Kv, Run, filled, units
-from penstock.planner.solve.flexgen.program import Policy, Shares
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier
@@ -131,17 +131,6 @@ class BlockShape:
     def moved_tier(self) -> int:
         """The tier whose KV comes through windows: RAM (1) if the device attends to all KV, else the disk (2)."""
         return 1 if self.main == GPU.executor and self.attends == "device" else 2
-
-    def shares_of(self, plan: Plan) -> Policy:
-        """The shares that a plan has, by the bytes of its units and the layers of its KV."""
-        weights, kv = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        tiers = {self.main: 0, DISK.tier: 2} if self.main == HOST else {self.main: 0, HOST: 1, DISK.tier: 2}
-        sizes = {part.key: part.granule_bytes for part in self.placed}
-        for unit in plan.units:
-            weights[tiers[unit.home]] += (unit.hi - unit.lo) * sizes.get(unit.part, 0) / self.placed_bytes
-        for home in plan.kv:
-            kv[tiers[home.home]] += (home.layers[1] - home.layers[0]) / self.problem.layers
-        return Policy((weights[0], weights[1], weights[2]), (kv[0], kv[1], kv[2]), (1.0, 0.0, 0.0))
 
     def _attends(self, home: Tier) -> Executor:
         """The executor of attention to KV with this home."""

@@ -32,7 +32,7 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
-from penstock.planner.solve.flexgen import program as lp
+from penstock.planner.programs import policy as lp
 from penstock.planner.solve.flexgen.shape import NEAR, BlockShape
 from penstock.spec.model import Layer
 from penstock.spec.places import CPU, DISK, GPU, HOST

@@ -1,8 +1,8 @@
 """Plans beside a device: `filling` says what stays in device memory and in RAM, and the rest is on the disk.
 
 The FFN granules outside device memory are all computed by the CPU, or all lifted by the link, or each takes the share
-at which their layer is done first (`slicing`). Such a choice is a split. `layer_work` estimates the seconds of all
-splits, within some hundredths if no disk is read. `solve` simulates the best few.
+at which their layer is done first (`programs/slicing`). Such a choice is a split. `layer_work` estimates the seconds of
+all splits, within some hundredths if no disk is read. `solve` simulates the best few.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Device memory is filled in this order:
    chosen granules of a layer are its first ones.
 
 The rest of the model lies in RAM. Which groups the device holds is decided in four ways, to be compared: by the paper's
-integer program (`program`), by the seconds that a token takes (`placement`), hottest first, and at random.
+integer program (`programs/neurons`), by the seconds that a token takes (`programs/placement`), hottest first, and at
+random.
 
 In decode a unit costs the share of its neurons that a token is expected to need. This assumes that single neurons can
 be skipped: the 64 neurons of a granule are hardly ever inactive together. The device adds up the two partial sums. A
@@ -29,10 +30,10 @@ from functools import partial
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.activity import NeuronProfile, predictor_rank, published
 from penstock.planner.homes import kv_layers
+from penstock.planner.programs import neurons as ilp
+from penstock.planner.programs import placement
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, all_of, usual_chunks
-from penstock.planner.solve.powerinfer import placement
-from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device
 from penstock.spec.parts import Part, active_columns

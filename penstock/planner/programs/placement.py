@@ -1,5 +1,5 @@
 """Chooses how many groups of each layer's neurons a device holds by the seconds that a token takes, as measured: the
-integer program of `program` with its constraint of communication (Eq. 4, 5, 7, 8) as a time.
+integer program of `neurons` with its constraint of communication (Eq. 4, 5, 7, 8) as a time.
 
     minimise    Σ t                                         over layers
     subject to  t ≥ begin_s + Σ device_s · impact · a       the device computes what is active of its groups
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from penstock.planner.solve.powerinfer.program import Counts, LayerGroups, NeuronProgram
+from penstock.planner.programs.neurons import Counts, LayerGroups, NeuronProgram
 
 _HALVINGS = 60  # of a price; a float has no more
 # Hottest first is taken unless an answer saves more than this share of its time: what is left out of the program, as
