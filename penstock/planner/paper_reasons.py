@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from penstock.graph.arenas import Layout
+from penstock.planner.activity import NeuronProfile
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.programs.pipo_memory import PIPELINES, Configuration, MachineLimits, Sizes, equation_1, peak_bytes
 from penstock.spec.places import DISK, GPU, HOST, Tier
@@ -90,3 +92,39 @@ def in_slices(
         f" or none: {'all' if prompts else 'none'}",
         *([lifts] if lifted else []),
     )
+
+
+def hot_and_cold(plan: Plan, profile: NeuronProfile, why: str, prompts: bool) -> tuple[str, ...]:
+    """Sentences about a plan of PowerInfer's. `why`: who chose the neurons of device memory; `prompts`: the device
+    computes the CPU's neurons too where a prompt is read."""
+    sizes, layout = plan.parts, Layout(plan)
+    ffns = [unit for unit in plan.units if sizes[unit.part].kind == "ffn"]
+    whole = sum(map(plan.unit_bytes, ffns))
+    hot = sum(plan.unit_bytes(unit) for unit in ffns if unit.home == GPU.executor)
+    predictors = {GPU.executor: 0, HOST: 0}
+    for predictor in plan.predictors:
+        predictors[predictor.home] += layout.predictor_part(predictor).nbytes
+    attention, layers = kv_layers(plan, GPU.executor), len(profile.layers)
+    where = f"predictors take {format_bytes(predictors[GPU.executor])} of device memory"
+    if predictors[HOST]:
+        where += f" and {format_bytes(predictors[HOST])} of RAM"
+    return (
+        f"a token is expected to need {profile.mean:.0%} of the FFNs' neurons: {profile.source}",
+        f"the hottest {format_bytes(hot)} of {format_bytes(whole)} of FFNs stay in device memory and make "
+        f"{_device_share(plan, profile):.0%} of the active neurons; the CPU computes what is active of the others",
+        why,
+        where,
+        f"attention and KV of {attention} of {layers} layers on the device, of the others on the CPU",
+        "a prompt is read densely, the CPU's neurons by the device" if prompts else "a prompt is read densely",
+    )
+
+
+def _device_share(plan: Plan, profile: NeuronProfile) -> float:
+    """Of the neurons that a token needs, the share that the device computes."""
+    there, whole, sizes = 0.0, 0.0, plan.parts
+    for unit in plan.units:
+        part = sizes[unit.part]
+        for i in range(unit.lo, unit.hi) if part.kind == "ffn" else ():
+            active = profile.layers[part.layer][i] * part.rows_of(i, i + 1)
+            there, whole = there + active * (unit.decode == GPU.executor), whole + active
+    return there / whole
