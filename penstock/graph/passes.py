@@ -34,8 +34,9 @@ def prompts(
                 if i < len(chunks)
             ]
         )
-        few = max(batch.total_rows for batch in batches) <= plan.asking_rows
-        passes.append(Pass("prefill", batches, following, few))
+        most = max(batch.total_rows for batch in batches)
+        purpose = "prefill" if most >= plan.least_device_rows else MIXED
+        passes.append(Pass(purpose, batches, following, most <= plan.asking_rows))
         following = passes[-1].stream
     yield from reversed(passes)
 
