@@ -2,8 +2,9 @@
 
 Device memory goes to the items that save the most seconds a byte: a layer's attention with its KV, granules of its FFN,
 the head (Eq. 14). Of the rest of each FFN, the link lifts r_CG and the CPU computes r_CC, as is best for decode
-(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). The runtime can
-give the device all rows of a chunk or none, so the better of these two is planned. The best n_g stands in the reasons.
+(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). Memory is
+assigned as if n_g were all rows or none, whichever is better. There are two candidates: that plan, in which short
+prompts are the CPU's, and the same with the best n_g of each layer and each length of a chunk.
 
 Two things differ from the paper. The paper assigns memory for decode alone; here a prompt counts as much as the ask has
 of it. The paper knows no disk, so here is no plan if RAM does not hold the rest. `ours/device` has plans that read a
@@ -12,6 +13,7 @@ disk, and fills device memory in a fixed order.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,12 +23,12 @@ from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_c
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, PassSize, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
-from penstock.spec.places import GPU
-from penstock.spec.plan import Plan
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import DeviceRows, Plan
 from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
@@ -86,7 +88,57 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
-        yield Candidate(NAME, plan, _reasons(plan, slices, work))
+        whole = with_rows(problem, plan, slices, share=False) if slices.prompts else None
+        yield Candidate(NAME, whole or plan, _reasons(whole or plan, slices, work))
+        shared = with_rows(problem, plan, slices, share=True)
+        if shared is not None:
+            yield Candidate(f"{NAME}, rows of prompts shared", shared, _reasons(shared, slices, work))
+
+
+def with_rows(problem: Problem, plan: Plan, slices: Slices, share: bool) -> Plan | None:
+    """The plan with an n_g for each layer and length of a chunk: the best one, or without `share` all rows or none.
+    None where the CPU has no units in RAM, where it makes no difference, or where it does not fit."""
+    skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
+    assigned = plan_of(skeleton, replace(slices, prompts=True))
+    work = LayerWork(problem, assigned.ring_bytes.get(GPU.executor, 0))
+    cpu_parts = {unit.part for unit in assigned.units if unit.decode == HOST and unit.prefill == GPU.executor}
+    known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
+    tables = []
+    for i, layer in enumerate(problem.spec.layers):
+        if f"{i}.ffn" in cpu_parts:
+            key = (layer, slices.attends[i], slices.r_gg[i], slices.r_cg[i])
+            if key not in known:
+                known[key] = tuple(_table(work, slices, i, plan.chunk_rows, share))
+            tables.append((i, known[key]))
+    if not tables or not all(table for _, table in tables):
+        return None  # some layer's rows are all the CPU's at any length, which no pass that reads prompts does
+    if not any(cpu or rows > 1 for _, table in tables for rows, cpu in table):
+        return None
+    if share and not any(cpu for _, table in tables for _, cpu in table):
+        return None
+    rows = tuple(DeviceRows(i, *map(tuple, zip(*table, strict=True))) for i, table in tables)
+    assigned = replace(assigned, device_rows=rows)
+    return assigned if problem.fits(assigned) else None
+
+
+def _table(work: LayerWork, slices: Slices, layer: int, chunk_rows: int, share: bool) -> Iterator[tuple[int, int]]:
+    """(rows of a chunk, those of them that the CPU had best take), for lengths from the least at which the device had
+    best take any, each twice the one before, up to whole chunks. Without `share` the least length alone, at which the
+    device takes all."""
+
+    def n_g(rows: int) -> int:
+        return _best_rows(work, slices, layer, rows)
+
+    least = bisect_left(range(1, chunk_rows + 1), True, key=lambda rows: n_g(rows) > 0) + 1
+    rows = least
+    if not share and least <= chunk_rows:
+        yield least, 0
+        return
+    while rows < chunk_rows:
+        yield rows, rows - max(1, n_g(rows))
+        rows *= 2
+    if least <= chunk_rows:
+        yield chunk_rows, chunk_rows - max(1, n_g(chunk_rows))
 
 
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
@@ -196,9 +248,29 @@ def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
     """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in work.chunks(chunk_rows))
+    return _best_of(work, slices, layer, step), step.total_rows
+
+
+def _best_rows(work: LayerWork, slices: Slices, layer: int, rows: int) -> int:
+    """The best n_g of a chunk of so many rows of one prompt, as long as the ask's."""
+    start = max(0, (work.problem.ask.prompt_tokens - rows) // 2)
+    return _best_of(work, slices, layer, PassSize("prefill", 1, rows, start))
+
+
+def _best_of(work: LayerWork, slices: Slices, layer: int, step: PassSize) -> int:
     shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
     finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
-    return best_n_g(finish_s, step.total_rows)[0], step.total_rows
+    return best_n_g(finish_s, step.total_rows)[0]
+
+
+def _taken(plan: Plan, slices: Slices) -> str:
+    """What the device takes of a chunk."""
+    if not plan.device_rows:
+        return f"it takes {'all' if slices.prompts else 'none'}"
+    table = plan.device_rows[len(plan.device_rows) // 2]
+    shares = ", ".join(f"{rows - cpu} of {rows}" for rows, cpu in zip(table.rows, table.cpu, strict=True))
+    takes = shares if any(table.cpu) else "all"
+    return f"it takes {takes}, and none of prompts shorter than {plan.least_device_rows} tokens"
 
 
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
@@ -218,6 +290,6 @@ def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
         f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
         f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
         f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
-        f" it can take all or none: {'all' if slices.prompts else 'none'}",
+        f" {_taken(plan, slices)}",
         *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
     )
