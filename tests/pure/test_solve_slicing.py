@@ -29,8 +29,9 @@ from penstock.planner.programs.slicing import (
 from penstock.planner.solve import scheinfer, settle_context
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer import FREE, PAPER
+from penstock.planner.solve.scheinfer import FREE, PAPER, plan_of
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -249,7 +250,8 @@ def test_each_length_has_the_best_n_g() -> None:
     problem = Problem(ask, LLAMA_1B, BF16, slower(WITH_DEVICE, "h2d0", 4.0))
     solved = scheinfer.solve_slices(problem)
     assert solved is not None
-    plan = scheinfer.with_rows(problem, *solved, share=True)
+    skeleton = device_skeleton(problem, solved[0].chunk_rows, attention_layers=0, lifted=0.0)
+    plan = with_rows(problem, plan_of(skeleton, replace(solved[1], prompts=True)), share=True)
     assert plan is not None
     check_plan(plan, LLAMA_1B, BF16)
     table, work = plan.device_rows[0], LayerWork(problem, plan.ring_bytes[GPU.executor])

@@ -13,22 +13,22 @@ disk, and fills device memory in a fixed order.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.planner.homes import weights_bytes
-from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
+from penstock.planner.programs.slicing import Option, assign, best_r_cg
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.layer_work import LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.rows import best_rows, with_rows
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
-from penstock.spec.places import GPU, HOST
-from penstock.spec.plan import DeviceRows, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
@@ -88,57 +88,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
-        whole = with_rows(problem, plan, slices, share=False) if slices.prompts else None
-        yield Candidate(NAME, whole or plan, _reasons(whole or plan, slices, work))
-        shared = with_rows(problem, plan, slices, share=True)
-        if shared is not None:
+        whole = with_rows(problem, plan, share=False) or plan
+        yield Candidate(NAME, whole, _reasons(whole, slices, work))
+        skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
+        shared = with_rows(problem, plan_of(skeleton, replace(slices, prompts=True)), share=True)
+        if shared is not None and problem.fits(shared):
             yield Candidate(f"{NAME}, rows of prompts shared", shared, _reasons(shared, slices, work))
-
-
-def with_rows(problem: Problem, plan: Plan, slices: Slices, share: bool) -> Plan | None:
-    """The plan with an n_g for each layer and length of a chunk: the best one, or without `share` all rows or none.
-    None where the CPU has no units in RAM, where it makes no difference, or where it does not fit."""
-    skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
-    assigned = plan_of(skeleton, replace(slices, prompts=True))
-    work = LayerWork(problem, assigned.ring_bytes.get(GPU.executor, 0))
-    cpu_parts = {unit.part for unit in assigned.units if unit.decode == HOST and unit.prefill == GPU.executor}
-    known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
-    tables = []
-    for i, layer in enumerate(problem.spec.layers):
-        if f"{i}.ffn" in cpu_parts:
-            key = (layer, slices.attends[i], slices.r_gg[i], slices.r_cg[i])
-            if key not in known:
-                known[key] = tuple(_table(work, slices, i, plan.chunk_rows, share))
-            tables.append((i, known[key]))
-    if not tables or not all(table for _, table in tables):
-        return None  # some layer's rows are all the CPU's at any length, which no pass that reads prompts does
-    if not any(cpu or rows > 1 for _, table in tables for rows, cpu in table):
-        return None
-    if share and not any(cpu for _, table in tables for _, cpu in table):
-        return None
-    rows = tuple(DeviceRows(i, *map(tuple, zip(*table, strict=True))) for i, table in tables)
-    assigned = replace(assigned, device_rows=rows)
-    return assigned if problem.fits(assigned) else None
-
-
-def _table(work: LayerWork, slices: Slices, layer: int, chunk_rows: int, share: bool) -> Iterator[tuple[int, int]]:
-    """(rows of a chunk, those of them that the CPU had best take), for lengths from the least at which the device had
-    best take any, each twice the one before, up to whole chunks. Without `share` the least length alone, at which the
-    device takes all."""
-
-    def n_g(rows: int) -> int:
-        return _best_rows(work, slices, layer, rows)
-
-    least = bisect_left(range(1, chunk_rows + 1), True, key=lambda rows: n_g(rows) > 0) + 1
-    rows = least
-    if not share and least <= chunk_rows:
-        yield least, 0
-        return
-    while rows < chunk_rows:
-        yield rows, rows - max(1, n_g(rows))
-        rows *= 2
-    if least <= chunk_rows:
-        yield chunk_rows, chunk_rows - max(1, n_g(chunk_rows))
 
 
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
@@ -248,19 +203,8 @@ def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
     """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in work.chunks(chunk_rows))
-    return _best_of(work, slices, layer, step), step.total_rows
-
-
-def _best_rows(work: LayerWork, slices: Slices, layer: int, rows: int) -> int:
-    """The best n_g of a chunk of so many rows of one prompt, as long as the ask's."""
-    start = max(0, (work.problem.ask.prompt_tokens - rows) // 2)
-    return _best_of(work, slices, layer, PassSize("prefill", 1, rows, start))
-
-
-def _best_of(work: LayerWork, slices: Slices, layer: int, step: PassSize) -> int:
-    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
-    finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
-    return best_n_g(finish_s, step.total_rows)[0]
+    key = (work.problem.spec.layers[layer], slices.attends[layer], slices.r_gg[layer], slices.r_cg[layer])
+    return best_rows(work, key, step), step.total_rows
 
 
 def _taken(plan: Plan, slices: Slices) -> str:
