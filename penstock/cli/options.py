@@ -152,7 +152,7 @@ class Work:
     def named_context(self) -> int | None:
         """The tokens of --context; None where it is not given, or grows. Raises BadRequest for 0."""
         if self.context == 0:
-            raise BadRequest("--context 0: it should be 1 or more, or -1 for as many tokens as cost no speed")
+            raise BadRequest("'--context' 0: it should be 1 or more, or -1 for as many tokens as cost no speed")
         return None if self.context == GROWING else self.context
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
