@@ -39,7 +39,7 @@ from bench.serve.soak import soak
 from bench.serve.streams import http, resident, streams
 from bench.serve.turns import prefix
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
+from penstock.runtime.this_machine import cpu_name
 
 PARTS = ("streams", "resident", "http", "prompt", "prefix", "load", "soak")
 LIMIT_GB = 2.86

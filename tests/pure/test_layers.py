@@ -117,7 +117,7 @@ OPENS = {
     "hubs/transfer.py",  # a download that goes on where it stopped
     "runtime/kv_file.py",  # a file without a name
     "runtime/host.py",  # the kernel's
-    "runtime/probe.py",  # the kernel's
+    "runtime/this_machine.py",  # the kernel's
     "serve/confined_child.py",  # the kernel's
     "cli/main.py",  # /dev/null
     "cli/docs.py",  # for who develops penstock

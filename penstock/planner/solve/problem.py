@@ -53,14 +53,21 @@ class Problem:
 
     @cached_property
     def predictors(self) -> tuple[Predictor, ...]:
-        """One for each layer, where plans are to have them."""
+        """One for each layer, where plans are to have them; in RAM, or where a plan puts them."""
         known = foretold_of(self.spec, self.firing) if self.sparsity == "predict" else None
-        return () if known is None else known.predictors
+        # A solver learns of plans of fewer layers.
+        return () if known is None else tuple(each for each in known.predictors if each.layer < self.layers)
 
     @property
     def parts(self) -> Mapping[str, Part]:
         """The model's parts by key, in the order of the layers."""
         return parts_by_key(self.spec, self.weights)
+
+    @property
+    def half_way(self) -> int:
+        """The position of a decode pass half-way through the output."""
+        assert self.ask.context is not None, "settle_context came first"
+        return max(1, min(self.ask.prompt_tokens + self.ask.output_tokens // 2, self.ask.context - 1))
 
     @property
     def layers(self) -> int:
@@ -137,9 +144,9 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read records of all of a
-        neuron's weights, nor formats of GGUF files, and have no predictors and no levels."""
-        if self.weights.for_cpu or self.sparsity in ("predict", "threshold"):
+        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read formats of GGUF
+        files, and have no levels."""
+        if self.weights.for_cpu or self.sparsity == "threshold":
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import BadRequest
-from penstock.planner.predict import Prediction
 from penstock.serve.api.embeddings import Vectors, openai_body
 from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.api.wire import EmbeddingRequest
+from penstock.serve.batch.foretelling import AHEAD, Foretelling
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
@@ -32,11 +32,8 @@ from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 from penstock.serve.tools.reading import Reading
-from penstock.spec.ask import Ask
 from penstock.spec.places import Lane
-from penstock.spec.plan import Plan
 
-_AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
 _AHEAD_TOKENS = 1 << 18  # of prompts that wait or are answered, beyond one for each place: each takes 40 bytes
 _MOST_NUMBERS = 1 << 20  # of a line's embeddings: 32 bytes each while they are written
 _LOOK_S = 0.5  # between two looks at how far it is
@@ -61,10 +58,11 @@ class _Open:
 
 @dataclass
 class Done:
-    """What a run did. `seconds`: from the first request to the last answer. `failed`: lines that got an error."""
+    """What a run did. `seconds`: from the first request to the last answer. `failed`: lines that got an error.
+    `foretold`: what was promised of it."""
 
     clock: DecodeClock
-    predicted_s: float
+    foretold: Foretelling
     lines: int = 0
     failed: int = 0
     answers: int = 0
@@ -83,20 +81,16 @@ class Done:
         return self.clock.tokens / self.clock.seconds if self.clock.seconds else 0.0
 
 
-def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> float:
-    """Seconds for so many answers of the ask's lengths, as many at once as the plan has room for, block after block."""
-    at_once = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-    return prediction.total_s * answers / max(1, min(at_once, answers))
-
-
 class BatchRun:
     """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
-    line names no length. `on_progress`: is told of `Done` twice a second."""
+    line names no length. `foretold`: what is promised of the lines that `run` gets. `on_progress`: is told of `Done`
+    twice a second."""
 
     def __init__(
         self, engine: Engine, lines: Lines, journal: Journal, names: Sequence[str], most_tokens: int,
-        on_progress: Callable[[Done], None] | None = None,
+        foretold: Foretelling, on_progress: Callable[[Done], None] | None = None,
     ) -> None:  # fmt: skip
+        self._foretold = foretold
         self._engine, self._lines, self._journal = engine, lines, journal
         self._names, self._most_tokens, self._on_progress = names, most_tokens, on_progress
         self._told: queue.SimpleQueue[tuple[int, int, Told]] = queue.SimpleQueue()
@@ -107,7 +101,7 @@ class BatchRun:
         """Answers all lines that the survey has found. What was answered before an error is in the journal. Raises
         StorageFailed, DamagedModel and DeviceFailed."""
         engine, before = self._engine, self._engine.session.bytes_moved()
-        done = Done(DecodeClock(engine.session), predicted_s(engine.plan, engine.prediction, engine.ask, found.answers))
+        done = Done(DecodeClock(engine.session), self._foretold)
         places = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
         left = list(reversed(found.todo))
         start_s, told_s = time.perf_counter(), 0.0
@@ -131,7 +125,7 @@ class BatchRun:
 
     def _has_room(self, places: int) -> bool:
         """Whether another line is to be asked for."""
-        waits = self._waiting < 2 * places + _AHEAD
+        waits = self._waiting < 2 * places + AHEAD
         return waits and (self._waiting < places or self._ahead_tokens < _AHEAD_TOKENS)
 
     def _submit(self, service: Service, todo: Todo, done: Done) -> None:

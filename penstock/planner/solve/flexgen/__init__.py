@@ -19,6 +19,7 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
+from penstock.planner.delegation import sentences
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
 from penstock.planner.solve.candidate import Candidate
@@ -44,7 +45,6 @@ _HOPELESS = 1.25
 # Who attends (ATTENDS), what may be where, and whether the CPU attends to one batch while the device computes another.
 # The program adds up what both compute, so it cannot tell what that gains.
 Way = tuple[str, Mode, bool]
-CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
 class BestPolicy(NamedTuple):
@@ -182,10 +182,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
-    for (attends, *_), best in search(problem).items():
+    for best in search(problem).values():
         plan = plan_of(best)
         if plan is not None:
-            yield Candidate(_name(best), plan, _reasons(best, plan), CANNOT_RUN if attends == "cpu scores" else "")
+            yield Candidate(_name(best), plan, _reasons(best, plan))
 
 
 def _name(best: BestPolicy) -> str:
@@ -204,6 +204,7 @@ def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
         *in_blocks(plan, shape.problem.ask.batch, placed, shape.kv_bytes),
         f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
         f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
+        *sentences(plan, shape.problem.cost, shape.problem.half_way),
     )
 
 

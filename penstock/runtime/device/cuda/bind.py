@@ -20,7 +20,7 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
-from penstock.spec.parts import Part, norm_before
+from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
 from penstock.spec.plan import Plan
 
 
@@ -38,9 +38,10 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        # The host's disks do the loading. Predictors, units that are asked for and formats of quantised folders, which
-        # alone have orders, are the CPU's.
-        others = ("load", "fetch", "pick", "recall", "fire", "predict", "order")
+        # The host's disks do the loading. Units that are asked for and formats of quantised folders, which alone have
+        # orders, are the CPU's. So is the cache that fresh rows are appended to.
+        others = ("load", "fetch", "pick", "recall", "fire", "order", "append")
+        self._predictors = {each.layer: self._layout.predictor_part(each) for each in plan.predictors}
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
@@ -57,7 +58,9 @@ class TorchBinding:
         for number, i in numbers.items():
             batch = task.calls[i].batch
             assert batch is not None
-            self._tables[number].fill(batch, self._layout.kv.pages_of(batch))
+            kv = self._layout.kv
+            fresh = kv.fresh(batch).pages if self._layout.delegated and not batch.continues else ()
+            self._tables[number].fill(batch, kv.pages_of(batch), fresh)
 
     def forget(self) -> None:
         """Task ids start over. Everything that was kept by a task's id is forgotten."""
@@ -115,11 +118,12 @@ class TorchBinding:
         layer, batch = op.layer, _batch(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         t, part = batch.total_rows, self._parts[unit.part]
+        places = tables.fresh_rows if op.fresh and batch.continues else (tables.positions, tables.sequence)
         attention.qkv(
             self._granules(op.weights, part), part, unit.lo, a, self._spec.norm, self._view(op.norms),
-            self._parts[f"{layer}.norms"], self._rows(op.h, t), tables.turn(layer), tables.positions, tables.sequence,
-            self._typed(op.q, torch.float32, (t, a.heads, a.head_dim)), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), self._kernels, self._scratch(op.scratch),
+            self._parts[f"{layer}.norms"], self._rows(op.h, t), tables.turn(layer), *places,
+            self._typed(op.q, torch.float32, (t, a.heads, a.head_dim)), self._pool(op, op.keys, batch),
+            self._pool(op, op.values, batch), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _attend(self, call: Call, op: ops.Attend) -> None:
@@ -127,8 +131,8 @@ class TorchBinding:
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
-            self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
+            self._typed(op.q, torch.float32, shape), self._pool(op, op.keys, batch),
+            self._pool(op, op.values, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
             self._typed(op.a, torch.float32, shape), batch.bound_rows, self._kernels, self._scratch(op.scratch),
             vector(self._view(op.norms[0]), self._parts[f"{layer}.norms"].block("sinks")) if op.norms else None,
         )  # fmt: skip
@@ -142,10 +146,20 @@ class TorchBinding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, part = _batch(call).total_rows, self._parts[self._plan.units[call.unit].part]
+        t, unit = _batch(call).total_rows, self._plan.units[call.unit]
+        part, active = self._parts[unit.part], self._active(op.active[0], t) if op.active else None
+        if active is not None:
+            active = active[:, unit.lo * GRANULE_ROWS : unit.hi * GRANULE_ROWS]
         dense.ffn(
             self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
-            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips,
+            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips, active,
+        )  # fmt: skip
+
+    def _predict(self, call: Call, op: ops.Predict) -> None:
+        t = _batch(call).total_rows
+        dense.predict(
+            self._view(op.weights), self._predictors[op.layer], self._rows(op.h, t), self._active(op.active, t),
+            self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _route(self, call: Call, op: ops.Route) -> None:
@@ -198,6 +212,12 @@ class TorchBinding:
                 self.move(source, target, lo, hi)
 
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
+        if op.fresh:
+            for lo, to, nbytes in self._layout.kv.fresh_spans(op.layer, _batch(call)):
+                for s, t in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
+                    target = Slot(t.arena, t.lo + to, t.lo + to + nbytes)
+                    self.move(Slot(s.arena, s.lo + lo, s.lo + lo + nbytes), target, 0, nbytes)
+            return
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=True):
                 self.move(source, target, lo, hi)
@@ -226,6 +246,10 @@ class TorchBinding:
         """The first bytes of the slot as a tensor of this dtype and shape."""
         return self._view(slot)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def _active(self, slot: Slot, t: int) -> Tensor:
+        """uint8 [T, neurons of the layer, in whole granules]."""
+        return self._view(slot).view(t, -1)
+
     def _rows(self, slot: Slot, t: int) -> Tensor:
         """float32 [T, d_model]."""
         return self._typed(slot, torch.float32, (t, self._spec.d_model))
@@ -253,11 +277,14 @@ class TorchBinding:
         """uint8 [granules, bytes of a granule]."""
         return self._view(slot).view(-1, part.granule_bytes)
 
-    def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
-        page_tokens = self._plan.page_tokens
+    def _pool(self, op: ops.Qkv | ops.Attend, slot: Slot, batch: Batch) -> KvPool:
+        """The pages of a slot of `Layout.kv`, or of fresh rows."""
+        a, kv, tables = self._spec.layers[op.layer].attention, self._layout.kv, self._tables[batch.id]
+        fmt, page_tokens, pages = kv.home(op.layer, batch).format, self._plan.page_tokens, tables.pages
+        if op.fresh:
+            page_tokens, pages = kv.fresh(batch).page_tokens, tables.fresh_pages
         blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
-        return KvPool(blocks, page_tokens, a.head_dim, fmt, self._tables[batch.id].pages)
+        return KvPool(blocks, page_tokens, a.head_dim, fmt, pages)
 
 
 def _batch(call: Call) -> Batch:
