@@ -91,7 +91,7 @@ def bench(
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if family is not None:
-            from penstock.planner.solve.families import FAMILIES
+            from penstock.planner.families import FAMILIES
 
             if family not in FAMILIES or plan is not None:
                 raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")

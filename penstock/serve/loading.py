@@ -40,7 +40,7 @@ class Loading(Running):
     other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
     answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
     of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
-    make the plan of another system, one of `planner.solve.families.FAMILIES`. `verify`: every byte is compared with its
+    make the plan of another system, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
     checksum when it is read first. `tokenizer`: the model's, where it is open already.
     """
 
@@ -183,7 +183,7 @@ def _solved(
 
 def _of_family(family: str, problem: Problem) -> Plan:
     """Raises BadRequest where the family has no plan for this problem."""
-    from penstock.planner.solve.families import plan_of  # with solvers that most runs do not ask
+    from penstock.planner.families import plan_of  # with solvers that most runs do not ask
 
     plan = plan_of(family, problem)
     if plan is None:

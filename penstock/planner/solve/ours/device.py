@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import beside_device
-from penstock.planner.solve.candidate import WHOLE, Candidate
-from penstock.planner.solve.fill import all_of, usual_chunks
+from penstock.planner.shares import all_of
+from penstock.planner.solve.fill import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares

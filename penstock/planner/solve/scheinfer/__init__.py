@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.planner.homes import weights_bytes
+from penstock.planner.candidate import Candidate
+from penstock.planner.paper_reasons import in_slices
 from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
+from penstock.planner.shares import Resident, share_out
+from penstock.planner.solve.fill import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
@@ -27,7 +28,6 @@ from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
 _STEPS = 16  # r_GG is a multiple of 1/16 at first (n_G of Eq. 14); memory that is left then is filled by granules
@@ -202,22 +202,9 @@ def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> t
 
 
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
-    layers = len(slices.r_gg)
-    r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = format_bytes(weights_bytes(plan)[GPU.executor])
-    n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
-    whole = sum(slices.attends)
+    """Sentences about the slices, with the seconds of the first layer and the best n_g of a layer in the middle."""
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
-    alone, best = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
-    lifts = any(
-        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
-    )
-    return (
-        f"{there} of {format_bytes(work.problem.total_bytes)} of weights stay in device memory, by what a byte saves"
-        f" there: attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
-        f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
-        f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
-        f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
-        f" it can take all or none: {'all' if slices.prompts else 'none'}",
-        *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
-    )
+    alone_s, layer_s = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
+    n_g = tokens_of(work, slices, len(slices.r_gg) // 2, plan.chunk_rows)
+    lifts = lift_reason(work.problem, work.ring_bytes)
+    return in_slices(plan, slices.r_gg, slices.r_cg, layer_s, alone_s, n_g, slices.prompts, lifts)
