@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve page-shots wheel gpu-wheels clean FORCE
+.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -72,6 +72,9 @@ bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (in
 bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
 	@$(BIN)/python -m bench.predict --plot docs/predicted.svg $(ARGS)
 
+bench-chat: .venv/run.stamp ## a chat of 20 turns on the 1B shape: is the first token as quick in the last turn as in the second
+	@$(BIN)/python -m bench.chat_turns $(ARGS)
+
 bench-choice: .venv/run.stamp ## every candidate of three settings, run: is the chosen plan the fastest
 	@$(BIN)/python -m bench.choice $(ARGS)
 
@@ -84,7 +87,7 @@ bench-pipo: .venv/run.stamp ## PIPO's tables for this machine, 1B shape: ablatio
 bench-policies: .venv/test.stamp .venv/plot.stamp ## hit rates of every way to keep experts, over a trained model; a page and a picture into docs/
 	@$(BIN)/python -m bench.policies --plot docs/experts.svg --table docs/EXPERTS.md $(ARGS)
 
-bench-sparsity: .venv/test.stamp .venv/plot.stamp ## neurons that do not fire: which of trained models, a page and a picture into docs/; what leaving them out gains
+bench-sparsity: .venv/test.stamp .venv/bench.stamp .venv/plot.stamp ## neurons that do not fire: which of trained models, a page and a picture into docs/; what leaving them out gains
 	@$(BIN)/python -m bench.sparsity --plot docs/sparsity.svg --table docs/SPARSITY.md $(ARGS)
 
 bench-experts: .venv/bench.stamp ## 30 billion weights in experts, in RAM and within 13.5, 9.2 and 4.9 GB, against llama.cpp
@@ -102,6 +105,9 @@ bench-throughput: .venv/test.stamp .venv/bench.stamp ## blocks of many answers b
 bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.86 GB and in memory, a prompt that joins, prefixes, load foretold, a soak
 	@$(BIN)/python -m bench.serve $(ARGS)
 
+bench-page: .venv/test.stamp ## the page open for 30 minutes beside 8 streams, what it costs the server, and what masks cost (needs chromium)
+	@$(BIN)/python -m bench.page $(ARGS)
+
 wheel: .venv/wheel.stamp ## wheels for Linux on x86-64 and aarch64 in dist/, each tried where no compiler is found (ARGS=x86_64: of one)
 	@$(BIN)/python -m tools.wheel $(ARGS)
 
@@ -111,6 +117,9 @@ page-shots: .venv/test.stamp .venv/plot.stamp ## pictures of the page in fixed s
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
 	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \
 	    pytest hypothesis ml_dtypes
+
+docs: .venv/test.stamp ## the documentation as a site in build/site; fails for a link that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

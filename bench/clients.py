@@ -3,6 +3,7 @@ came."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -30,6 +31,11 @@ class Server:
     port: int
     process_id: int
     cgroup: Cgroup | None
+
+    @property
+    def url(self) -> str:
+        """Of its page."""
+        return f"http://127.0.0.1:{self.port}/"
 
     def get(self, path: str) -> Any:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
@@ -123,11 +129,15 @@ class Stream:
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
 
-    def run(self, server: Server) -> Stream:
-        body = {
+    def body(self) -> dict[str, Any]:
+        """The request, of /v1/completions."""
+        return {
             "prompt": list(self.prompt), "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "logprobs": 0,
         }  # fmt: skip
+
+    def run(self, server: Server) -> Stream:
+        body = self.body()
         connection = HTTPConnection("127.0.0.1", server.port, timeout=_ANSWER_S)
         self.asked_s = time.perf_counter()
         try:
@@ -177,19 +187,20 @@ def tokens_per_s(server: Server, streams: Sequence[Stream], tokens: int) -> floa
     threads = [threading.Thread(target=stream.run, args=(server,)) for stream in streams]
     for thread in threads:
         thread.start()
-
-    def wait_until(done: Callable[[Stream], bool]) -> float:
-        while not all(map(done, streams)):
-            if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
-                raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
-            time.sleep(0.01)
-        return time.perf_counter()
-
-    start_s = wait_until(lambda stream: bool(stream.times_s))
+    start_s = wait_until(streams, threads, lambda stream: bool(stream.times_s))
     had = {id(stream): len(stream.times_s) for stream in streams}
-    end_s = wait_until(lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
+    end_s = wait_until(streams, threads, lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
     leave(streams, threads)
     return sum(start_s < at <= end_s for s in streams for at in s.times_s) / (end_s - start_s)
+
+
+def wait_until(streams: Sequence[Stream], threads: Sequence[threading.Thread], done: Callable[[Stream], bool]) -> float:
+    """Returns when all of them are so far, on the clock. Ends the bench where one ends before."""
+    while not all(map(done, streams)):
+        if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
+            raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> None:
@@ -198,6 +209,39 @@ def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> Non
         stream.cut = 0
     for thread in threads:
         thread.join()
+
+
+@contextmanager
+def kept_busy(server: Server, ask: Callable[[int, int], Stream], count: int, others: int = 0) -> Iterator[None]:
+    """So many clients, each of which asks again when its answer ends: `ask(client, turn)`. Begins when the server
+    answers all of them, and `others` that are there already. Raises RuntimeError at the end where a stream failed."""
+    ends, streams = threading.Event(), dict[int, Stream]()
+
+    def client(number: int) -> None:
+        for turn in itertools.count():
+            stream = streams[number] = ask(number, turn)
+            if ends.is_set() or stream.run(server).failed:
+                return
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        while server.gauge("requests_running") < count + others and not any(s.failed for s in [*streams.values()]):
+            time.sleep(0.05)
+        yield
+    finally:
+        ends.set()
+        leave([*streams.values()], threads)
+    if bad := [stream.failed for stream in streams.values() if stream.failed]:
+        raise RuntimeError(f"a stream failed: {bad[0]}")
+
+
+def counted_tokens_per_s(server: Server, seconds: float) -> float:
+    """Of all streams together, as the server counts them."""
+    begin, start_s = server.gauge("output_tokens_total"), time.perf_counter()
+    time.sleep(seconds)
+    return (server.gauge("output_tokens_total") - begin) / (time.perf_counter() - start_s)
 
 
 def percentile(values: Iterable[float], percent: int) -> float:

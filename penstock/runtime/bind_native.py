@@ -143,10 +143,10 @@ class NativeBinding(NativeOps):
         batches: dict[int, int] = {}
         for number, call in enumerate(task.calls):
             batch = batch_of(call)
-            batches.setdefault(batch.id, number)
             if not self.is_native(call):
                 steps.append(number)
                 continue
+            batches.setdefault(batch.id, number)
             if not steps or isinstance(steps[-1], int):
                 steps.append(self.new_program())
             program, tables = steps[-1], self._shared_tables(batch.id)
