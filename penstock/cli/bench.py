@@ -113,7 +113,7 @@ def bench(
 
 def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
     """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
-    context = work.context or _CONTEXT
+    context = work.named_context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
     except ValueError:
