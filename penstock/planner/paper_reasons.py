@@ -88,10 +88,20 @@ def in_slices(
         f" {gg:.0%} of the FFNs (r_GG)",
         f"of the FFNs the link lifts {cg:.0%} (r_CG) and the CPU computes {1 - gg - cg:.0%} (r_CC): the first layer"
         f" takes {layer_s * 1e3:.2f} ms, without the link {alone_s * 1e3:.2f}",
-        f"of a chunk of {n_g[1]} tokens the device had best take {n_g[0]} with the CPU's weights (n_g); it can take all"
-        f" or none: {'all' if prompts else 'none'}",
+        f"of a chunk of {n_g[1]} tokens the device had best take {n_g[0]} with the CPU's weights (n_g);"
+        f" {_rows_taken(plan, prompts)}",
         *([lifts] if lifted else []),
     )
+
+
+def _rows_taken(plan: Plan, prompts: bool) -> str:
+    """What the device takes of a chunk with the CPU's weights."""
+    if not plan.device_rows:
+        return f"it takes {'all' if prompts else 'none'}"
+    table = plan.device_rows[len(plan.device_rows) // 2]
+    shares = ", ".join(f"{rows - cpu} of {rows}" for rows, cpu in zip(table.rows, table.cpu, strict=True))
+    takes = shares if any(table.cpu) else "all"
+    return f"it takes {takes}, and none of prompts shorter than {plan.least_device_rows} tokens"
 
 
 def hot_and_cold(plan: Plan, profile: NeuronProfile, why: str, prompts: bool) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 Device memory goes to the items that save the most seconds a byte: a layer's attention with its KV, granules of its FFN,
 the head (Eq. 14). Of the rest of each FFN, the link lifts r_CG and the CPU computes r_CC, as is best for decode
-(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). The runtime can
-give the device all rows of a chunk or none, so the better of these two is planned. The best n_g stands in the reasons.
+(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). Memory is
+assigned as if n_g were all rows or none, whichever is better. There are two candidates: that plan, in which short
+prompts are the CPU's, and the same with the best n_g of each layer and each length of a chunk.
 
 Two things differ from the paper. The paper assigns memory for decode alone; here a prompt counts as much as the ask has
 of it. The paper knows no disk, so here is no plan if RAM does not hold the rest. `ours/device` has plans that read a
@@ -18,11 +19,12 @@ from typing import NamedTuple
 
 from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import in_slices
-from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
+from penstock.planner.programs.slicing import Option, assign, best_r_cg
 from penstock.planner.shares import Resident, share_out
 from penstock.planner.solve.fill import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.rows import best_rows, with_rows
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
@@ -86,7 +88,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
-        yield Candidate(NAME, plan, _reasons(plan, slices, work))
+        whole = with_rows(problem, plan, share=False) or plan
+        yield Candidate(NAME, whole, _reasons(whole, slices, work))
+        skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
+        shared = with_rows(problem, plan_of(skeleton, replace(slices, prompts=True)), share=True)
+        if shared is not None and problem.fits(shared):
+            yield Candidate(f"{NAME}, rows of prompts shared", shared, _reasons(shared, slices, work))
 
 
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
@@ -196,9 +203,8 @@ def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
     """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in work.chunks(chunk_rows))
-    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
-    finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
-    return best_n_g(finish_s, step.total_rows)[0], step.total_rows
+    key = (work.problem.spec.layers[layer], slices.attends[layer], slices.r_gg[layer], slices.r_cg[layer])
+    return best_rows(work, key, step), step.total_rows
 
 
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
