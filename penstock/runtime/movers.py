@@ -236,6 +236,6 @@ def new_picker(block_bytes: int) -> _native.Reader:
 
 
 def poison(target: NDArray[np.uint8]) -> None:
-    """Fills a slot's bytes, uint8, with 0xFF, which is NaN in every float format. Called when a write to the slot
+    """Fills a slot's bytes, uint8 [n], with 0xFF, which is NaN in every float format. Called when a write to the slot
     starts, so that a missing edge shows as a wrong answer. For tests."""
     target[...] = 0xFF
