@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import product
+from itertools import pairwise, product
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
@@ -79,6 +79,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_caches(plan, by_key)
     _check_kv(plan, main)
     _check_main(plan.units, by_key, main)
+    _check_device_rows(plan, by_key, main)
     _check_rings(plan, by_key)
     layout = Layout(plan)
     _check_pages(layout)
@@ -112,20 +113,21 @@ def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
 
 
 def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
-    """Where predictors run, each layer with a dense FFN has one, in RAM, and the CPU computes all FFNs."""
+    """Where predictors run, each layer with a dense FFN has one, in RAM or in the memory of the device that has the
+    activations."""
     if plan.sparsity != "predict":
         return
     if [each.layer for each in plan.predictors] != predicted_layers(spec):
         raise _wrong("it leaves out what predictors say, and not every layer has a predictor")
     for each in plan.predictors:
         known = each.weights == FORMAT and each.rank % RANK_STEP == 0 and 1 <= each.rank <= MOST_RANK
-        if each.home != HOST or not known:
+        if each.home not in (HOST, plan.main) or not known:
             raise _wrong(
                 f"the predictor of layer {each.layer} has rank {each.rank} in {each.weights.name} on {each.home!r};"
-                f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST}"
+                f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST} or on {plan.main}"
             )
-    if any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
-        raise _wrong("it has predictors, and a device has no kernels for them")
+        if each.home != HOST and Layout(plan).predictor_part(each).nbytes > plan.stage_bytes:
+            raise _wrong(f"the predictor of layer {each.layer} does not fit into the stage that it comes by")
 
 
 def _check_levels(plan: Plan, spec: ModelSpec) -> None:
@@ -270,6 +272,27 @@ def _check_kv(plan: Plan, main: Executor) -> None:
             delegated = home.attend == HOST and is_device(main) and projecting[layer] == {main}
             if projecting[layer] != {home.attend} and not delegated:
                 raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
+
+
+def _check_device_rows(plan: Plan, by_key: dict[str, Part], main: Executor) -> None:
+    """The CPU takes rows of prompts only from a device that computes all of the layer's FFN for the other rows, with
+    units in RAM that the CPU computes in decode."""
+    layers = [table.layer for table in plan.device_rows]
+    if layers != sorted(set(layers)) or (layers and (not is_device(main) or plan.asks or plan.predictors)):
+        raise _wrong(f"rows of prompts are shared in the layers {layers}; that needs a device, and no caches")
+    for table in plan.device_rows:
+        rows, most = table.rows, _BOUNDS["chunk_rows"][1]
+        rising = all(a < b for a, b in pairwise((0, *rows, most + 1)))
+        fewer = len(rows) == len(table.cpu) and all(0 <= n < t for n, t in zip(table.cpu, rows, strict=True))
+        if not rows or not rising or not fewer:
+            raise _wrong(f"layer {table.layer} shares rows {rows}, of which the CPU would take {table.cpu}")
+        units = [unit for unit in plan.units if unit.part == f"{table.layer}.ffn"]
+        shared = [unit for unit in units if unit.decode == HOST]
+        if not shared or any(u.prefill != main for u in units) or any(u.home != HOST for u in shared):
+            raise _wrong(
+                f"layer {table.layer} shares rows of prompts; {main} should compute all of its FFN then, and the CPU"
+                " some of it in decode, from RAM"
+            )
 
 
 def _check_pages(layout: Layout) -> None:

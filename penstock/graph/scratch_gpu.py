@@ -8,11 +8,12 @@ are multiplied straight from the packed weights and need next to no temporaries.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.spec.format import TILE_ROWS, tiles
+from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import Attention, ModelSpec
-from penstock.spec.parts import Block, Part
+from penstock.spec.parts import Block, Part, parts_by_key
 from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 
@@ -26,6 +27,7 @@ FEW_ROWS = 24
 # 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find the widened weights
 # there. Not measured yet.
 WIDE_BYTES = 32 * MIB
+PREDICTED_ROWS = 128  # rows whose neurons are predicted at once: 8 MiB of scores of 16,384 neurons
 SUM_PARTS = 4  # partials that one merge reads; further ones are summed before
 
 # Attention: a program has up to ATTEND_ROWS queries of one KV head. The KV is split until there are ATTEND_PROGRAMS
@@ -198,6 +200,20 @@ def head_bytes(part: Part, granules: int) -> int:
     return spread_bytes(granules, (part.block("rows"),))
 
 
+@lru_cache(maxsize=64)  # a planner asks for thousands of plans of a model
+def _kinds(spec: ModelSpec, weights: Format) -> dict[str, tuple[str, int, int]]:
+    """Part key → what is equal for all parts whose units of a size need as much scratch."""
+    parts = parts_by_key(spec, weights).items()
+    return {key: (part.kind, id(spec.layers[part.layer]), part.granule_bytes) for key, part in parts}
+
+
+def predict_bytes(part: Part, rows: int) -> int:
+    """Bytes of a predictor's hidden values and scores of PREDICTED_ROWS rows, and of its products."""
+    blocks = tuple(part.block(name) for name in ("hidden", "neurons"))
+    some = min(rows, PREDICTED_ROWS)
+    return sum(_floats(some * block.rows) for block in blocks) + spread_bytes(1, blocks)
+
+
 def scratch_bytes(plan: Plan, tier: str) -> int:
     """Bytes of the scratch arena of a device `tier` (`gpu0`): the largest need of any op on any unit that it executes
     in some pass. The main executor's edges, norms and merges are counted for every device, since they are small."""
@@ -206,7 +222,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     edges = parts["edges"]
     need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, rows), merge_bytes(spec, rows))
     # A large model has thousands of units, of few sizes and kinds of layer.
-    like = {key: (part.kind, id(spec.layers[part.layer]), part.granule_bytes) for key, part in parts.items()}
+    like = _kinds(spec, plan.target.weights)
     cached = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor == tier}
     sizes = {
         (like[u.part], u.hi - u.lo): u.part

@@ -12,11 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.graph.arenas import Layout, with_arenas
+from penstock.graph.arenas import Layout, neurons_of, with_arenas
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.parts import FFNS, SUM_GRANULES, Part
+from penstock.spec.parts import FFNS, PAGE_BYTES, SUM_GRANULES, Part, predictor_part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -25,8 +25,6 @@ from penstock.units import MIB, round_up
 # reading anyway.
 CHUNK_ROWS = 512
 MIN_CHUNK_ROWS = 16
-
-Resident = dict[str, int]  # part key → how many of its granules stay in a memory
 
 
 # (lo, hi, home, executor of decode, executor of prefill, the most bytes of a unit) of granules lo..hi of a part.
@@ -85,6 +83,8 @@ def filled(
     device_bytes, context_bytes = (
         (machine.device_process_bytes, machine.context_bytes) if main == GPU.executor else (0, 0)
     )
+    predictors = predictors or tuple(replace(each, home=main) for each in problem.predictors)
+    there = (_predictor_bytes(problem, each) for each in predictors if each.home == GPU.executor)
     plan = Plan(
         models=(PlanModel(spec, problem.weights),),
         units=_firing(problem, units, seqs),
@@ -98,19 +98,26 @@ def filled(
         context=ask.context,
         page_tokens=page or page_tokens(ask.context),
         ring_bytes={tier: nbytes for tier, nbytes in rings.items() if nbytes},
-        stage_bytes=stage_bytes,
+        stage_bytes=max(stage_bytes, round_up(max(there, default=0), PAGE_BYTES)),
         order=order,
         io_block_bytes=USUAL_READS.block_bytes,
         io_depth=USUAL_READS.depth,
         io_engine=USUAL_READS.engine,
         process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
         context_bytes=context_bytes,
-        predictors=predictors or problem.predictors,
+        predictors=predictors,
         caches=caches,
-        sparsity="off" if predictors else problem.sparsity,  # a device's kernels have no predictors yet
+        # Published activity is of no model that is here, and its plans are not run.
+        sparsity="off" if predictors and problem.sparsity != "predict" else problem.sparsity,
         levels=problem.levels,
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
+
+
+def _predictor_bytes(problem: Problem, predictor: Predictor) -> int:
+    spec = problem.spec
+    neurons = neurons_of(spec.layers[predictor.layer])
+    return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, predictor.weights).nbytes
 
 
 def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, ...]:
@@ -179,36 +186,3 @@ def _even(lo: int, hi: int, per_unit: int, step: int) -> tuple[tuple[int, int], 
     count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
     inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
     return tuple(pairwise([lo, *(edge for edge in dict.fromkeys(inner) if edge > lo), hi]))
-
-
-def all_of(parts: Iterable[Part]) -> Resident:
-    """All granules of these parts."""
-    return {part.key: part.granules for part in parts}
-
-
-def share_out(wanted: Sequence[Part], budget: int, rest: Mapping[str, int] | None = None) -> Resident:
-    """The same share of every wanted part, as large as `budget` bytes allow. `rest`: part key → the granules that are
-    left to share out; None: all of the part."""
-    rest = all_of(wanted) if rest is None else rest
-    total = sum(rest[part.key] * part.granule_bytes for part in wanted)
-    share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
-    shares: Resident = {}
-    for part in wanted:
-        shares[part.key] = int(rest[part.key] * share) // part.least_granules * part.least_granules
-        taken += shares[part.key] * part.granule_bytes
-    for part in wanted:  # what rounding down has left, a granule at a time
-        if taken + part.least_bytes <= budget and shares[part.key] < rest[part.key]:
-            shares[part.key] += part.least_granules
-            taken += part.least_bytes
-    return shares
-
-
-def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
-    """Slots of the cache of each of these parts: one, and even shares of what `budget` bytes hold besides."""
-    each = [part.least_bytes for part in experts]
-    slots = [1 + max(0, min(budget // sum(each), part.experts - 1)) for part in experts]
-    budget -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
-    for i, part in enumerate(experts):
-        if each[i] <= budget and slots[i] < part.experts:
-            slots[i], budget = slots[i] + 1, budget - each[i]
-    return slots
