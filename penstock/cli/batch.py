@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +33,7 @@ from penstock.units import MIB, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.runtime.host import Progress
     from penstock.serve.batch.answering import Done
-    from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
-    from penstock.serve.batch.nodes import NodeWork
     from penstock.serve.batch.survey import Survey
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
@@ -76,10 +73,6 @@ def batch(
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
-    nodes: Annotated[
-        int | None,
-        Option("--nodes", metavar="N", min=1, help="Over a Ray cluster: so many engines, one a node (extra: ray)."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answers to a file of requests, as many at once as makes most tokens a second.
@@ -92,8 +85,6 @@ def batch(
         raise BadRequest("requests are read with pydantic: pip install 'penstock[serve]'")
     machine.prepare()
     plan = given_plan(plan_file, machine, work)
-    if nodes is not None and plan is not None:
-        raise BadRequest("--nodes plans on each node by its own figures: it goes without --plan")
     work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
@@ -101,7 +92,6 @@ def batch(
     from penstock.serve.batch.foretelling import foretell
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
-    from penstock.serve.batch.nodes import NodeWork
     from penstock.serve.batch.sizing import best_ask
     from penstock.serve.batch.survey import survey
     from penstock.serve.planning import describe
@@ -134,11 +124,6 @@ def batch(
                 print_json(_counts(None, refused, before, len(lines)))
             return
         ask = _ask(work, machine, found, context)
-        if nodes is not None:
-            how = _loading(machine, _beside(found, lines, tokenizer), source)
-            there = NodeWork(model, weights, ask, how, names, max_tokens, -(-found.answers // nodes))
-            _over_nodes(there, lines, journal, found, nodes, (refused, before), as_json)
-            return
         beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
         if plan is None:
             with progress() as tell:
@@ -156,43 +141,6 @@ def batch(
                 note(f"{left} of {len(lines)} lines are left: the same command goes on with them")
                 raise
             _report(engine, done, refused, before, places, len(lines), as_json)
-
-
-def _over_nodes(
-    there: NodeWork, lines: Lines, journal: Journal, found: Survey, nodes: int, earlier: tuple[int, int], as_json: bool
-) -> None:
-    """Answers by engines on several machines, and says what came of it. `earlier`: lines that were refused, and that
-    were done before."""
-    from penstock.serve.batch.nodes import Told, answer
-
-    told, start_s = Told(), time.perf_counter()
-    with progress() as tell:
-
-        def hear(counts: dict[str, Any]) -> None:
-            told.add(counts)
-            tell(
-                f"{told.tokens.output / (time.perf_counter() - start_s):.3g} tok/s; answers",
-                told.answers,
-                found.answers,
-            )
-
-        answer(there, lines, journal, found, nodes, hear)
-    seconds = time.perf_counter() - start_s
-    rate = told.tokens.output / seconds
-    if not as_json:
-        note(f"{told.answers} answers, {told.tokens.output} tokens in {format_seconds(seconds)}: {rate:.3g} tok/s")
-        return
-    refused, before = earlier
-    print_json(
-        _counts(None, refused + told.failed, before, len(lines))
-        | {
-            "prompts": told.lines, "answers": told.answers, "prompt_tokens": told.tokens.prompt,
-            "cached_tokens": told.tokens.cached, "output_tokens": told.tokens.output, "seconds": seconds,
-            "generation_tokens_per_s": rate, "decode_tokens_per_s": nodes * told.decode_tokens_per_s,
-            "bytes_moved": told.bytes_moved, "peak_host_bytes": told.peak_host_bytes,
-            "peak_device_bytes": told.peak_device_bytes,
-        }
-    )  # fmt: skip
 
 
 def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
