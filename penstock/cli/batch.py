@@ -123,8 +123,8 @@ def batch(
             if as_json:
                 print_json(_counts(None, refused, before, len(lines)))
             return
-        ask = _ask(work, machine, found, context)
         beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
+        ask = _ask(work, machine, found, context)
         if plan is None:
             with progress() as tell:
                 ask = best_ask(ask, found, source.folder, _loading(machine, beside, source), tell)
