@@ -46,8 +46,7 @@ SCHEMA: dict[str, Any] = {
 
 def vocabulary(size: int) -> list[str]:
     """So many entries, as a byte-level tokenizer spells them: letters, runs of marks, and made-up words, half of them
-    behind a space. One in a hundred has a quotation mark, none of them a word's: of starcoder's real vocabulary so many
-    have one, of others fewer."""
+    behind a space. One in two hundred has a quotation mark, none of them a word: as in real vocabularies."""
     chosen, found = random.Random(1), {chr(code): None for code in range(33, 127)} | {"Ġ": None, "Ċ": None}
     for run in itertools.chain(itertools.product(_MARKS, repeat=2), itertools.product(_MARKS, repeat=3)):
         found |= {"".join(run): None, "Ġ" + "".join(run): None}
