@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-serve page-shots wheel gpu-wheels clean FORCE
+.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -96,8 +96,14 @@ bench-files: .venv/test.stamp .venv/bench.stamp ## GGUF files beside llama.cpp o
 bench-offload: .venv/test.stamp .venv/bench.stamp ## beyond memory, in cgroups, against llama.cpp and accelerate
 	@$(BIN)/python -m bench.offload $(ARGS)
 
+bench-throughput: .venv/test.stamp .venv/bench.stamp ## blocks of many answers beyond memory, beside one stream, llama.cpp, accelerate and other policies (within an hour)
+	@$(BIN)/python -m bench.throughput $(ARGS)
+
 bench-serve: .venv/test.stamp .venv/bench.stamp ## a server's streams within 2.86 GB and in memory, a prompt that joins, prefixes, load foretold, a soak
 	@$(BIN)/python -m bench.serve $(ARGS)
+
+bench-page: .venv/test.stamp ## the page open for 30 minutes beside 8 streams, what it costs the server, and what masks cost (needs chromium)
+	@$(BIN)/python -m bench.page $(ARGS)
 
 wheel: .venv/wheel.stamp ## wheels for Linux on x86-64 and aarch64 in dist/, each tried where no compiler is found (ARGS=x86_64: of one)
 	@$(BIN)/python -m tools.wheel $(ARGS)

@@ -18,11 +18,11 @@ from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
+from penstock.planner.bound import score_s
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.bound import score_s
 from penstock.planner.solve.candidate import Compared
-from penstock.runtime.probe import probe_apart
+from penstock.runtime.probe_apart import probe_apart
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
@@ -117,7 +117,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        machine = probe_apart(folder, None, ("int4",), ("float16",))
+        machine = probe_apart(folder, formats=("int4",), kv_formats=("float16",))
         for shape, share, ask in SETTINGS:
             model = folder / f"{DEFAULT_SHAPES[shape].stem}-int4"
             if not model.exists():

@@ -3,6 +3,7 @@ came."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 
 from bench.cgroup import Cgroup, drop_page_cache, limited
 
-_START_S, _ANSWER_S = 600.0, 600.0
+_START_S, _ANSWER_S, _END_S = 600.0, 600.0, 120.0
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Server:
     port: int
     process_id: int
     cgroup: Cgroup | None
+
+    @property
+    def url(self) -> str:
+        """Of its page."""
+        return f"http://127.0.0.1:{self.port}/"
 
     def get(self, path: str) -> Any:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
@@ -51,8 +57,11 @@ class Server:
         return sum(_rss_bytes(int(pid)) for pid in (self.process_id, *children))
 
     def settle(self) -> None:
-        """Waits until no request is there."""
+        """Waits until no request is there. Ends the bench where that takes longer than an answer may."""
+        until_s = time.monotonic() + _ANSWER_S
         while self.gauge("requests_running") or self.gauge("requests_waiting"):
+            if time.monotonic() > until_s:
+                raise SystemExit("requests are left in the server")
             time.sleep(0.05)
 
 
@@ -73,18 +82,28 @@ def served(folder: Path, model: Path, limit: int | None, *flags: object) -> Iter
             yield Server(_port(process), process.pid, cgroup)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(120)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise SystemExit(f"the server had not ended {_END_S:.0f} s after SIGTERM") from None
 
 
 def _port(process: subprocess.Popen[str]) -> int:
+    """Where it listens. Ends the bench where it ends before, or takes longer than _START_S."""
     assert process.stderr is not None
     said = []
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"http://\S+?:(\d+)/v1", line):
-            # What it says later is read too, or it would wait for us.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return int(found[1])
+    late = threading.Timer(_START_S, process.kill)
+    late.start()
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"http://\S+?:(\d+)/v1", line):
+                # What it says later is read too, or it would wait for us.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                return int(found[1])
+    finally:
+        late.cancel()
     raise SystemExit(f"the server ended: {''.join(said[-5:])}")
 
 
@@ -110,11 +129,15 @@ class Stream:
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
 
-    def run(self, server: Server) -> Stream:
-        body = {
+    def body(self) -> dict[str, Any]:
+        """The request, of /v1/completions."""
+        return {
             "prompt": list(self.prompt), "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "logprobs": 0,
         }  # fmt: skip
+
+    def run(self, server: Server) -> Stream:
+        body = self.body()
         connection = HTTPConnection("127.0.0.1", server.port, timeout=_ANSWER_S)
         self.asked_s = time.perf_counter()
         try:
@@ -185,6 +208,39 @@ def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> Non
         stream.cut = 0
     for thread in threads:
         thread.join()
+
+
+@contextmanager
+def kept_busy(server: Server, ask: Callable[[int, int], Stream], count: int, others: int = 0) -> Iterator[None]:
+    """So many clients, each of which asks again when its answer ends: `ask(client, turn)`. Begins when the server
+    answers all of them, and `others` that are there already. Raises RuntimeError at the end where a stream failed."""
+    ends, streams = threading.Event(), dict[int, Stream]()
+
+    def client(number: int) -> None:
+        for turn in itertools.count():
+            stream = streams[number] = ask(number, turn)
+            if ends.is_set() or stream.run(server).failed:
+                return
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        while server.gauge("requests_running") < count + others and not any(s.failed for s in [*streams.values()]):
+            time.sleep(0.05)
+        yield
+    finally:
+        ends.set()
+        leave([*streams.values()], threads)
+    if bad := [stream.failed for stream in streams.values() if stream.failed]:
+        raise RuntimeError(f"a stream failed: {bad[0]}")
+
+
+def counted_tokens_per_s(server: Server, seconds: float) -> float:
+    """Of all streams together, as the server counts them."""
+    begin, start_s = server.gauge("output_tokens_total"), time.perf_counter()
+    time.sleep(seconds)
+    return (server.gauge("output_tokens_total") - begin) / (time.perf_counter() - start_s)
 
 
 def percentile(values: Iterable[float], percent: int) -> float:

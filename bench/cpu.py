@@ -24,7 +24,7 @@ from bench.peers import Answer, Worker
 from bench.peers.random_gguf import bytes_per_token, load_config, write
 from penstock import _native
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
+from penstock.runtime.this_machine import cpu_name
 from penstock.spec.format import parse_format
 from penstock.store.synth import synth
 from penstock.units import GIB, format_bytes

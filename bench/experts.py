@@ -32,7 +32,8 @@ from bench.offload_engines import started, tell
 from bench.peers import Answer, Worker
 from bench.peers import random_gguf as gguf
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name, load_or_probe
+from penstock.runtime.probe import load_or_probe
+from penstock.runtime.this_machine import cpu_name
 from penstock.serve.shapes import locate
 from penstock.spec.format import parse_format
 from penstock.store.synth import synth

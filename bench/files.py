@@ -31,7 +31,7 @@ from bench.offload_engines import Engines, tell
 from bench.peers import Worker
 from bench.peers.random_gguf import MIXES, MXFP4, bytes_per_token, load_config, write
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
+from penstock.runtime.this_machine import cpu_name
 from penstock.units import GIB, format_bytes
 
 CONFIG = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"

@@ -32,15 +32,18 @@ Figures = dict[str, Any]
 
 
 class Mxfp4:
-    """The file and what is packed of it in `folder`. `layers`: so many of the shape's, None for all."""
+    """The file and what is packed of it in `folder`. `layers`: so many of the shape's, None for all. With fewer of them
+    `limit_bytes` is smaller in proportion, which is harder: embedding and head stay whole."""
 
     def __init__(self, folder: Path, layers: int | None = None) -> None:
         self.folder, self.cache, self.threads = folder, folder / "cache", host.usable_cpus()
         shape = locate(Path(SHAPE))
         config = load_config(shape / "config.json" if shape.is_dir() else shape)
+        whole: int = config["num_hidden_layers"]
         if layers is not None:
             config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}
         self.layers: int = config["num_hidden_layers"]
+        self.limit_bytes = round(LIMIT_GB * 1e9 * self.layers / whole) // 4096 * 4096
         self.config = folder / f"{SHAPE}-{self.layers}-layers.json"
         self.config.write_text(json.dumps(config))
         self.gguf, self.packed = self.config.with_suffix(".gguf"), folder / f"{SHAPE}-{self.layers}-packed"
@@ -70,14 +73,14 @@ class Mxfp4:
         )
 
 
-def measure(bench: Mxfp4, rounds: int, sections: tuple[str, ...], limit_gb: float = LIMIT_GB) -> Figures:
+def measure(bench: Mxfp4, rounds: int, sections: tuple[str, ...]) -> Figures:
     """The figures of `sections`: ram, offload or both."""
     bench.make()
     figures: Figures = {"layers": bench.layers, "file_bytes": bench.gguf.stat().st_size}
     if "ram" in sections:
         figures |= _rounds(bench, rounds, "ram", None)
     if "offload" in sections:
-        figures |= _rounds(bench, rounds, "offload", round(limit_gb * 1e9) // 4096 * 4096)
+        figures |= _rounds(bench, rounds, "offload", bench.limit_bytes)
     return figures
 
 

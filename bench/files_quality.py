@@ -21,8 +21,8 @@ from bench.offload_engines import tell
 from penstock.runtime import host
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
+from penstock.serve.log_probabilities import log_softmax
 from penstock.serve.planning import default_cache
-from penstock.serve.sampling import log_softmax
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
 

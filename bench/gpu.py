@@ -24,9 +24,9 @@ from typing import Any
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
 from penstock.planner.predict import predict
+from penstock.planner.reads import with_reads
 from penstock.planner.solve import candidates, settle_context
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.reads import with_reads
 from penstock.runtime.device.choose import Chosen, choose
 from penstock.runtime.probe import load_or_probe
 from penstock.runtime.probe_disk import probe_file

@@ -26,7 +26,7 @@ from bench.cpu import busy_s, spread
 from bench.offload_engines import Engines, tell
 from bench.peers import Answer, Worker, WorkerEnded
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
+from penstock.runtime.this_machine import cpu_name
 
 LIMITS_GB = {"8b": (3.99, 2.86, 1.73), "1b_bf16": (2.0, 1.6)}
 PEERS = {"8b": "llamacpp", "1b_bf16": "accelerate"}

@@ -28,7 +28,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
 from penstock.runtime.ceilings import Ceilings, ceilings
-from penstock.runtime.probe import probe_apart
+from penstock.runtime.probe_apart import probe_apart
 from penstock.runtime.probe_disk import ProbeFile, probe_file
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
@@ -76,7 +76,7 @@ class Machine:
     def figures(self) -> MachineSpec:
         """What the probe measures, of the formats that these models have."""
         start_s = time.perf_counter()
-        found = probe_apart(self._folder, None, ("int4",), ("float16",))
+        found = probe_apart(self._folder, formats=("int4",), kv_formats=("float16",))
         self.probe_s, self.probes = time.perf_counter() - start_s, self.probes + 1
         return found
 

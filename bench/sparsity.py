@@ -36,7 +36,7 @@ from bench.tale_sparsity import BOOKS, MODELS
 from penstock import _native
 from penstock.kernels import cpu
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
+from penstock.runtime.this_machine import cpu_name
 from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import Part, parts

@@ -160,9 +160,7 @@ struct Program {
 };
 
 CacheShape make_cache(const std::string& kind, int group, int kv_heads, int page_tokens, int head_dim) {
-    if (page_tokens < kPageTokens || page_tokens % kPageTokens != 0) {
-        throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
-    }
+    if (page_tokens < 1) throw nb::value_error("page_tokens must be at least 1");
     if (kind == "int8" || kind == "int4") {
         check_group(group, kKvGroup);
     } else if (group != 0) {
@@ -223,6 +221,12 @@ void check(const ExpertsOp& op) {
     if (op.ids.size() != op.weights.size()) throw nb::value_error("each expert has weights and an id");
     for (const int id : op.ids) {
         if (id < 0) throw nb::value_error("ids of experts are not negative");
+    }
+}
+
+void check(const AttendOp& op) {  // rows that are only stored may lie in pages of any size
+    if (op.cache.page_tokens % kPageTokens != 0) {
+        throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
     }
 }
 

@@ -141,6 +141,7 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
     main = draw(st.sampled_from(executors))
     attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
+    delegated = [main == at == "gpu0" and draw(st.booleans()) for at in attends]
     units: list[Unit] = []
     caches = _caches(draw, spec, weights, ["host", main]) if cached else ()
     below = {c.layer: c for c in _caches(draw, spec, weights, ["host"])} if main == "gpu0" and cached else {}
@@ -174,7 +175,15 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
                 stage = max(stage, nbytes)
     rings = {tier: n + 4096 * draw(st.integers(0, 3 * n // 4096 + 1)) for tier, n in rings.items()}
     stage += 4096 * draw(st.integers(0, 3 * stage // 4096 + 1)) if stage else 0
-    kv_homes = [(draw(st.sampled_from(["gpu0", "host"] if at == "gpu0" else ["host", "disk0"])), at) for at in attends]
+    for layer in (layer for layer, is_delegated in enumerate(delegated) if is_delegated):  # its units come at once
+        streaming = [u for u in units if u.part == f"{layer}.attn" and u.home != "gpu0"]
+        nbytes = [(u.hi - u.lo) * sizes[u.part] for u in streaming]
+        if nbytes:
+            rings["gpu0"] = max(rings.get("gpu0", 0), sum(nbytes) + max(nbytes))
+    scores = ["host" if is_delegated else at for at, is_delegated in zip(attends, delegated, strict=True)]
+    kv_homes = [
+        (draw(st.sampled_from(["gpu0", "host", "disk0"] if at == "gpu0" else ["host", "disk0"])), at) for at in scores
+    ]
     return make_plan(
         spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes, caches=caches,
         order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]

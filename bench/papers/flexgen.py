@@ -21,9 +21,9 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
+from penstock.planner.programs.policy import Shares
 from penstock.planner.shorten import quick
 from penstock.planner.solve import flexgen
-from penstock.planner.solve.flexgen.program import Shares
 from penstock.planner.solve.flexgen.shape import BlockShape
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask

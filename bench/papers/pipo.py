@@ -22,9 +22,9 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
+from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo.memory import Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format

@@ -24,6 +24,7 @@ from bench.papers.published import BED_A, BED_B, BED_C, Published, device_gb
 from penstock.errors import PenstockError
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.predict import Prediction
+from penstock.planner.programs.slicing import best_r_cg
 from penstock.planner.shorten import quick
 from penstock.planner.solve import llama_cpp as whole_layers
 from penstock.planner.solve import settle_context
@@ -31,7 +32,6 @@ from penstock.planner.solve.fill import CHUNK_ROWS, Resident, all_of, share_out
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import NAME, PAPER, plan_of, solve_slices
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
-from penstock.planner.solve.scheinfer.slicing import best_r_cg
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec

@@ -24,8 +24,8 @@ from bench.pipo.rounds import Row
 from bench.pipo.settings import OURS, Workshop, guessed_machine
 from bench.predict import Ceilings, Machine
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name
 from penstock.runtime.probe_disk import probe_file
+from penstock.runtime.this_machine import cpu_name
 from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed

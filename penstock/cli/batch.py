@@ -88,7 +88,8 @@ def batch(
     work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.serve.batch.answering import Batch, predicted_s
+    from penstock.serve.batch.answering import BatchRun
+    from penstock.serve.batch.foretelling import foretell
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
     from penstock.serve.batch.sizing import best_ask
@@ -129,12 +130,12 @@ def batch(
                 ask = best_ask(ask, found, source.folder, _loading(machine, beside, source), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-            whole_s = predicted_s(engine.plan, engine.prediction, ask, found.answers)
-            note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(whole_s)}")
+            foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, found.todo)
+            note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(foretold.seconds)}")
             try:
                 with progress() as tell:
                     shown = _Shown(tell, found.answers)
-                    done = Batch(engine, lines, journal, names, max_tokens, shown.tell).run(found)
+                    done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
             except KeyboardInterrupt:
                 left = len(lines) - len(journal.done)
                 note(f"{left} of {len(lines)} lines are left: the same command goes on with them")
@@ -185,8 +186,11 @@ class _Shown:
         moved = sum(count for lane, count in done.bytes_moved.items() if is_disk(lane))
         if moved and done.seconds:
             parts.append(f"disk {format_rate(moved / done.seconds)}")
-        left_s = done.predicted_s * (1 - done.answers / self._answers)
+        left_s = done.foretold.left_s(done.answers)
+        at_pace_s = done.foretold.left_at_pace_s(done.answers, done.seconds)
         parts.append(f"promised {format_seconds(left_s)} more")
+        if at_pace_s is not None:
+            parts.append(f"as it goes {format_seconds(at_pace_s)}")
         self._tell(f"{', '.join(parts)}; answers", done.answers, self._answers)
 
 
@@ -194,9 +198,9 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
     plan = engine.plan
     if not as_json:
         note(
-            f"{done.answers} answers, {done.output_tokens} tokens in {format_seconds(done.seconds)} (predicted"
-            f" {format_seconds(done.predicted_s)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
-            f" {done.decode_tokens_per_s:.3g}; {done.cached_tokens} of {done.prompt_tokens} prompt tokens were read"
+            f"{done.answers} answers, {done.tokens.output} tokens in {format_seconds(done.seconds)} (predicted"
+            f" {format_seconds(done.foretold.seconds)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
+            f" {done.decode_tokens_per_s:.3g}; {done.tokens.cached} of {done.tokens.prompt} prompt tokens were read"
             " once for several"
         )
         return
@@ -204,7 +208,7 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
         _counts(done, refused, before, lines)
         | {
             "predicted": {
-                "seconds": done.predicted_s,
+                "seconds": done.foretold.seconds,
                 "ttft_s": engine.prediction.ttft_s,
                 "decode_tokens_per_s": engine.prediction.decode_tokens_per_s,
             },
@@ -223,9 +227,9 @@ def _counts(done: Done | None, refused: int, before: int, lines: int) -> dict[st
         "prompts": done.lines if done else 0,
         "failed": refused + (done.failed if done else 0),
         "answers": done.answers if done else 0,
-        "prompt_tokens": done.prompt_tokens if done else 0,
-        "cached_tokens": done.cached_tokens if done else 0,
-        "output_tokens": done.output_tokens if done else 0,
+        "prompt_tokens": done.tokens.prompt if done else 0,
+        "cached_tokens": done.tokens.cached if done else 0,
+        "output_tokens": done.tokens.output if done else 0,
         "seconds": done.seconds if done else 0.0,
         "generation_tokens_per_s": done.generation_tokens_per_s if done else 0.0,
         "decode_tokens_per_s": done.decode_tokens_per_s if done else 0.0,

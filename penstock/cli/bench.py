@@ -23,6 +23,7 @@ from penstock.cli.options import (
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
+_FAMILIES = "layer-split, all-cg, r-cg-0.25, r-cg-0.5, r-cg-0.75 or experts-cpu"
 _ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
 
 
@@ -43,6 +44,14 @@ def bench(
     undo: Annotated[bool, Option("--undo", help="Undo --calibrate: the probe's own figures again.")] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
+    family: Annotated[
+        str | None,
+        Option(
+            "--family",
+            metavar="NAME",
+            help=f"Beside a device, plan as other systems do, whatever the figures say: {_FAMILIES}.",
+        ),
+    ] = None,
     repeats: Annotated[int, Option("--repeats", metavar="N", min=1, help="Answers to measure, at most.")] = 5,
     seconds: Annotated[
         float,
@@ -77,7 +86,7 @@ def bench(
     elif target is None or (target == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
     elif target == "ops":
-        if trace or plan_file or cache_limit or work != Work(kv=work.kv, context=work.context):
+        if trace or plan_file or family or cache_limit or work != Work(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context, --rows and --isa; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, isa, as_json)
@@ -87,6 +96,11 @@ def bench(
                 f"--rows, --isa and a second argument are for `penstock bench ops CONFIG`, not for {target}"
             )
         plan = given_plan(plan_file, machine, work)
+        if family is not None:
+            from penstock.planner.solve.families import FAMILIES
+
+            if family not in FAMILIES or plan is not None:
+                raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
         if work.output_tokens == 1:
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
@@ -96,7 +110,7 @@ def bench(
             from penstock.serve.bench import bench as measure
 
             wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
-            with loaded(source, ask, machine, plan, record) as engine, progress() as tell:
+            with loaded(source, ask, machine, plan, record, family=family) as engine, progress() as tell:
                 result = measure(engine, wanted, machine.usable_threads, tell)
             print(table(result))
         if as_json:

@@ -25,13 +25,15 @@ def list_(cache: CacheName = None, as_json: Json = False) -> None:
 
     Name, format, size, when it was last used, its state, and the folder that it was packed from. States: whole; in use;
     partial (packing or removing was interrupted); damaged; orphaned (its checkpoint is gone or holds something else);
-    old format or newer format (of another version); link; not ours (penstock did not write it, and leaves it alone).
+    superseded (its model's branch on the Hub has moved on since); old format or newer format (of another version);
+    link; not ours (penstock did not write it, and leaves it alone).
     """
+    from penstock.hubs.transfer import is_superseded
     from penstock.store import cache as caches
     from penstock.store import copies
 
     models = _models(cache)
-    entries = caches.entries(models)
+    entries = caches.entries(models, is_superseded)
     in_use = {entry.name for entry in entries if caches.is_ours(entry) and not copies.is_free(entry.folder)}
     total_bytes = sum(entry.nbytes for entry in entries if caches.is_ours(entry))
     if as_json:
@@ -76,12 +78,13 @@ def rm(
 def prune(cache: CacheName = None, as_json: Json = False) -> None:
     """Removes from the cache what no command will use again.
 
-    What is partial, damaged, of an old format, or packed from a checkpoint that is gone or holds something else. What a
-    process uses stays.
+    What is partial, damaged, of an old format, or packed from a checkpoint that is gone, holds something else, or is of
+    a commit that the model's branch on the Hub has left. What a process uses stays, and so do downloads.
     """
+    from penstock.hubs.transfer import is_superseded
     from penstock.store import cache as caches
 
-    cleared = caches.prune(_models(cache))
+    cleared = caches.prune(_models(cache), is_superseded)
     _tell_cleared(cleared.removed, cleared.in_use, as_json)
 
 

@@ -70,7 +70,7 @@ class Chat:
 
     def run(self, lines: Iterator[str]) -> None:
         """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. A turn that
-        fails by an error that the user can mend is taken back."""
+        fails by an error that the user can mend is taken back. Raises any other PenstockError."""
         self._promised = promise(self._engine)
         for turn in turns(lines):
             if not turn.strip():

@@ -10,12 +10,12 @@ import os
 import sys
 import threading
 import time
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from penstock.cli.wrapping import Wrapping
 from penstock.units import format_left, format_rate
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Live:
 
     def __init__(self, line: Callable[[], str], below: bool) -> None:
         self._line, self._below = line, below
-        self._column = 0
+        self._wrapping = Wrapping()
         self._shown, self._on_screen = "", False
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="penstock-live", daemon=True)
@@ -115,13 +115,12 @@ class Live:
 
     def write(self, text: str, style: str = "") -> None:
         """Prints text of the answer to stdout at once. `style`: codes before it, which take no room."""
-        shown = f"{style}{text}{_PLAIN}" if style else text
         if not self._below:
-            print(shown, end="", flush=True)
+            print(_styled(text, style), end="", flush=True)
             return
         with self._lock:
             before, size = self._erased(), _size()
-            self._column = _advance(self._column, text, size.columns)
+            shown = _styled(self._wrapping.push(text, size.columns), style)
             print(f"{before}{shown}{self._drawn(size)}", end="", flush=True)
 
     def _redraw(self) -> None:
@@ -135,7 +134,7 @@ class Live:
     def _drawn(self, size: os.terminal_size) -> str:
         if not self._shown or size.lines < _LEAST_ROWS or size.columns < _LEAST_COLUMNS:
             return ""
-        if self._below and self._column == size.columns:
+        if self._below and self._wrapping.column >= size.columns:
             return ""  # the cursor hangs behind the last column, where terminals treat these codes differently
         self._on_screen = True
         line = self._shown[: size.columns - 1]
@@ -159,7 +158,7 @@ class Plain:
     """Prints text, and no line. In place of `Live`."""
 
     def write(self, text: str, style: str = "") -> None:
-        print(f"{style}{text}{_PLAIN}" if style else text, end="", flush=True)
+        print(_styled(text, style), end="", flush=True)
 
 
 @contextmanager
@@ -181,6 +180,10 @@ def live(engine: Engine, ahead: Callable[[], tuple[int, float]], streams: bool) 
         session.watchers.remove(progress.watch)
 
 
+def _styled(text: str, style: str) -> str:
+    return f"{style}{text}{_PLAIN}" if style else text
+
+
 def _rate(per_s: float) -> str:
     return f"{per_s:.{1 if per_s >= 10 else 2}f} tok/s"
 
@@ -200,17 +203,3 @@ def _size() -> os.terminal_size:
         if size.columns > 0 and size.lines > 0:
             return size
     return os.terminal_size((80, 24))
-
-
-def _advance(column: int, text: str, columns: int) -> int:
-    """The cursor's column after text, 0 … `columns`. It is `columns` where the last column is written and the next
-    character wraps."""
-    for character in text:
-        if character == "\n":
-            column = 0
-        elif character == "\t":
-            column = min(columns - 1, column // 8 * 8 + 8)
-        else:
-            width = 2 if unicodedata.east_asian_width(character) in "WF" else int(not unicodedata.combining(character))
-            column = width if column + width > columns else column + width
-    return column

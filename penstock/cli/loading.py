@@ -68,9 +68,11 @@ def loaded(
     tokenizer: Tokenizer | None = None,
     beside_bytes: int = 0,
     guide_bytes: int = 0,
+    family: str | None = None,
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
-    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`: as for `Loading`.
+    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`: as for
+    `Loading`.
     Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
@@ -85,6 +87,7 @@ def loaded(
         tokenizer=tokenizer,
         beside_bytes=beside_bytes,
         guide_bytes=guide_bytes,
+        family=family,
     )
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -72,8 +73,13 @@ def _broken(line: str, columns: int) -> list[str]:
 
 
 def note(text: str) -> None:
-    """Prints one line to stderr, whatever file names and other people's texts are in it."""
-    say(f"penstock: {one_line(text)}")
+    """Prints one line to stderr, whatever file names and other people's texts are in it. A terminal that is narrower
+    gets it in several, broken between words."""
+    line = f"penstock: {one_line(text)}"
+    with suppress(OSError, ValueError):  # no terminal, or a stream that is closed
+        if (columns := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
+            line = fitted(line, columns)
+    say(line)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LINE = "{:<22}{:>12}{:>12}{:>14}{:>16}"
 
 
-class Planned(NamedTuple):
+class PlannedFile(NamedTuple):
     """A file, and what was predicted; None, where `why` says why not."""
 
     choice: Choice
@@ -29,16 +29,16 @@ class Planned(NamedTuple):
 
 def plan_each(
     several: Several, peeked: Callable[[Choice], Peeked], solved: Callable[[Path], Solved]
-) -> Iterator[Planned]:
+) -> Iterator[PlannedFile]:
     """Plans each of the files. `peeked`, `solved`: a file's stand-in, and the plan by it."""
     for choice in several.choices:
         try:
-            yield Planned(choice, solved(peeked(choice).path).prediction)
+            yield PlannedFile(choice, solved(peeked(choice).path).prediction)
         except PenstockError as error:
-            yield Planned(choice, None, error.message)
+            yield PlannedFile(choice, None, error.message)
 
 
-def table(planned: list[Planned]) -> str:
+def table(planned: list[PlannedFile]) -> str:
     """A line for each file, without a newline at the end."""
     from penstock.planner.explain import rate
 
@@ -53,7 +53,7 @@ def table(planned: list[Planned]) -> str:
     return "\n".join(lines)
 
 
-def report(planned: list[Planned]) -> dict[str, Any]:
+def report(planned: list[PlannedFile]) -> dict[str, Any]:
     """The JSON object."""
     from penstock.hubs.names import quantisation_of
     from penstock.spec import codec
@@ -66,7 +66,7 @@ def report(planned: list[Planned]) -> dict[str, Any]:
     return {"files": files}
 
 
-def _name(choice: Choice, planned: list[Planned]) -> str:
+def _name(choice: Choice, planned: list[PlannedFile]) -> str:
     """The quantisation, or the file's name where that is not its alone."""
     from penstock.hubs.names import quantisation_of
 

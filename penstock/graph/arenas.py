@@ -31,6 +31,7 @@ from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
 ARENA_ALIGN = 2 * MIB  # a huge page: the kernel charges an arena in whole ones, however much of it is used
+FRESH_TURNS = 2  # batches that have buffers for fresh K and V, which the others share
 _KEPT_ACTS = 4096  # slots that `act` keeps: the buffers of each batch, for several numbers of rows
 
 
@@ -241,17 +242,16 @@ class Layout:
         if any(cache.guesses for cache in plan.caches):
             needed[HOST]["guessed_h"] = 4 * plan.asking_rows * spec.d_model
             needed[HOST]["guessed_routes"] = max(ffn.routes_bytes(plan.asking_rows) for ffn in routed)
-        for layer, executor in self.delegated.items():  # new K and V, on their way to where attention runs
-            a, home = spec.layers[layer].attention, next(h for h in plan.kv if h.layers[0] <= layer < h.layers[1])
-            nbytes = rows * a.kv_heads * home.format.kv_bytes(a.head_dim)
-            needed[executor] |= {name: max(nbytes, needed[executor].get(name, 0)) for name in ("k", "v")}
+        # Fresh K and V, on their way to where attention runs. Two batches have room for theirs, and take turns.
+        fresh = dict.fromkeys(("k", "v"), max(map(self.kv.most_fresh_bytes, self.delegated), default=0))
+        crossing = {HOST, *self.delegated.values()} if self.delegated else set()
         for executor in self.executors[1:]:  # its partial sums land here before the merge
             needed[plan.main][f"partial.{executor}"] = buffers["partial"]
         return {
             (tier, batch, name): self._take(f"{tier}.act", nbytes)
             for batch in range(plan.batches_per_pass)
             for tier, names in needed.items()
-            for name, nbytes in names.items()
+            for name, nbytes in {**names, **(fresh if batch < FRESH_TURNS and tier in crossing else {})}.items()
         }
 
     def _place_cache(self, cache: Cache) -> Slot:

@@ -9,9 +9,11 @@ task waits for a save only if it needs the window or these pages again (PIPO §3
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from penstock.errors import InternalError
 from penstock.graph import ops
+from penstock.graph.arenas import FRESH_TURNS
 from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.streams import Streams
@@ -28,15 +30,16 @@ class Attention:
 
     def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
         """A unit's share of a layer, all of it on one executor. `weights`: the unit's slot. `first`: the unit's output
-        is the first addend of the batch's sum."""
+        is the first addend of the batch's sum.
+
+        Raises InternalError if a plan has a layer's attention on another executor than its projections."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
         part, a = layout.parts[unit.part], self._plan.target.spec.layers[layer].attention
         t, (first_head, end_head) = batch.total_rows, self._plan.unit_rows(unit)
         home = layout.kv.home(layer, batch)
         if home.attend != executor:
             raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
-        q = layout.act(executor, batch.id, "q", 4 * t * a.heads * a.head_dim)
-        out = layout.act(executor, batch.id, "a", 4 * t * a.heads * a.head_dim)
+        q, out = (self._heads(executor, batch, layer, name) for name in ("q", "a"))
         keys, values = layout.kv.slots(layer, batch)
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         scratch, fmt = calls.scratch(executor), part.kinds(ops.QKV_BLOCKS)
@@ -54,48 +57,79 @@ class Attention:
         calls.add(executor, out_op, u, batch, part.kinds(ops.OUT_BLOCKS), cost)
 
     def delegated(self, p: Pass, layer: int, executor: Executor) -> Iterator[Task]:
-        """Projections on `executor`, attention where KV is (FlexGen's computation delegation). q and the new K and V
+        """Projections on `executor`, attention where KV is (FlexGen's computation delegation). q and the fresh K and V
         cross the link, and the output of attention comes back. Rows that begin a prompt have nothing before them in the
         cache. For such rows `executor` attends itself, and K and V are saved meanwhile."""
         calls, layout, key = self._calls, self._layout, f"{layer}.attn"
-        units, a = calls.units[key], self._plan.target.spec.layers[layer].attention
+        units = calls.units[key]
         weights = {u: self._streams.take(u, p.stream) for u in units}
-        scratch, fmt = calls.scratch(executor), layout.parts[key].kinds(ops.QKV_BLOCKS)
+        scratch, part = calls.scratch(executor), layout.parts[key]
         for batch in p.batches:
-            t, home = batch.total_rows, layout.kv.home(layer, batch)
-            row_bytes, kv_bytes_each = 4 * t * a.heads * a.head_dim, home.format.kv_bytes(a.head_dim)
-            q, h = layout.act(executor, batch.id, "q", row_bytes), calls.rows(executor, batch, "h")
-            k, v = (layout.act(executor, batch.id, name, t * a.kv_heads * kv_bytes_each) for name in ("k", "v"))
-            norms = layout.norms(layer, executor)
+            h, q = calls.rows(executor, batch, "h"), self._heads(executor, batch, layer, "q")
+            k, v = (self._fresh(executor, batch, layer, name) for name in ("k", "v"))
             for u in units:
-                qkv = ops.Qkv(weights[u], norms, h, q, keys=k, values=v, scratch=scratch, layer=layer)
-                calls.add(executor, qkv, u, batch, fmt, calls.matrix_cost(u, ops.QKV_BLOCKS, t))
-            attender, keys, values, cache = executor, k, v, layout.kv.slots(layer, batch)
+                norms = layout.norms(layer, executor)
+                qkv = ops.Qkv(weights[u], norms, h, q, keys=k, values=v, scratch=scratch, layer=layer, fresh=True)
+                cost = calls.matrix_cost(u, ops.QKV_BLOCKS, batch.total_rows)
+                calls.add(executor, qkv, u, batch, part.kinds(ops.QKV_BLOCKS), cost)
             if batch.continues:
-                attender, (keys, values) = home.attend, cache
-                q = calls.copy(batch, "q", row_bytes, executor, attender)
-            lane = lane_between(executor, home.attend)
-            calls.move_kv(lane, ops.KvSave(k, v, *cache, layer=layer, ranges=2), batch, k.nbytes + v.nbytes)
-            for u in units:
-                lo, hi = self._plan.unit_rows(self._plan.units[u])
-                cost = ops.attend_cost(a, hi - lo, batch, kv_bytes_each)
-                out = layout.act(attender, batch.id, "a", row_bytes)
-                sinks = (layout.norms(layer, attender),) if a.sinks else ()
-                attend = ops.Attend(q, keys, values, out, calls.scratch(attender), layer=layer, norms=sinks)
-                calls.add(attender, attend, u, batch, home.format.kind, cost)
+                self._attend_at_home(layer, executor, batch)
+            else:
+                self._attend_fresh(layer, executor, batch, k, v)
         for batch in p.batches:
+            out = self._heads(executor, batch, layer, "a")
             if batch.continues:
-                nbytes = 4 * batch.total_rows * a.heads * a.head_dim
-                calls.copy(batch, "a", nbytes, layout.kv.home(layer, batch).attend, executor)
+                calls.copy(batch, "a", out.nbytes, layout.kv.home(layer, batch).attend, executor)
+            calls.order(executor, batch, layer, "o", out)
         for u in units:
             for batch in p.batches:
-                outputs = layout.act(executor, batch.id, "a", 4 * batch.total_rows * a.heads * a.head_dim)
-                partial = calls.rows(executor, batch, "partial")
-                product = ops.Out(weights[u], outputs, partial, scratch, layer=layer, starts_sum=u == units[0])
+                out, partial = self._heads(executor, batch, layer, "a"), calls.rows(executor, batch, "partial")
+                product = ops.Out(weights[u], out, partial, scratch, layer=layer, starts_sum=u == units[0])
                 cost = calls.matrix_cost(u, ops.OUT_BLOCKS, batch.total_rows)
-                calls.add(executor, product, u, batch, layout.parts[key].kinds(ops.OUT_BLOCKS), cost)
+                calls.add(executor, product, u, batch, part.kinds(ops.OUT_BLOCKS), cost)
             self._streams.release(u, p.stream)
             yield from calls.emit.closed()
+
+    def _attend_at_home(self, layer: int, executor: Executor, batch: Batch) -> None:
+        """q and the fresh rows cross to where KV is. There the rows join the cache, and attention runs."""
+        calls, home, cache = self._calls, self._layout.kv.home(layer, batch), self._layout.kv.slots(layer, batch)
+        q = calls.copy(batch, "q", self._heads(executor, batch, layer, "q").nbytes, executor, home.attend)
+        nbytes = self._layout.kv.fresh_bytes(layer, batch)
+        k, v = (calls.copy(batch, name, nbytes, executor, home.attend, of=_turn(batch)) for name in ("k", "v"))
+        append = ops.Append(k, v, *cache, layer=layer)
+        calls.add(home.attend, append, -1, batch, home.format.kind, (2 * nbytes, 0))
+        self._attend(layer, home.attend, batch, q, cache, fresh=False)
+
+    def _attend_fresh(self, layer: int, executor: Executor, batch: Batch, k: Slot, v: Slot) -> None:
+        """Attention to rows that begin prompts, where they were projected. Meanwhile they are saved to the cache."""
+        home, cache = self._layout.kv.home(layer, batch), self._layout.kv.slots(layer, batch)
+        spans = self._layout.kv.fresh_spans(layer, batch)
+        save = ops.KvSave(k, v, *cache, layer=layer, ranges=2 * len(spans), fresh=True)
+        nbytes = 2 * sum(size for _, _, size in spans)
+        self._calls.move_kv(lane_between(executor, home.attend), save, batch, nbytes)
+        self._attend(layer, executor, batch, self._heads(executor, batch, layer, "q"), (k, v), fresh=True)
+
+    def _attend(
+        self, layer: int, executor: Executor, batch: Batch, q: Slot, kv: tuple[Slot, Slot], fresh: bool
+    ) -> None:  # fmt: skip
+        """Attention of a layer whose projections' units say which heads a call has."""
+        calls, layout, a = self._calls, self._layout, self._plan.target.spec.layers[layer].attention
+        home, out = layout.kv.home(layer, batch), self._heads(executor, batch, layer, "a")
+        sinks = (layout.norms(layer, executor),) if a.sinks else ()
+        for u in calls.units[f"{layer}.attn"]:
+            lo, hi = self._plan.unit_rows(self._plan.units[u])
+            cost = ops.attend_cost(a, hi - lo, batch, home.format.kv_bytes(a.head_dim))
+            attend = ops.Attend(q, *kv, out, calls.scratch(executor), layer=layer, norms=sinks, fresh=fresh)
+            calls.add(executor, attend, u, batch, home.format.kind, cost)
+
+    def _heads(self, executor: Executor, batch: Batch, layer: int, name: str) -> Slot:
+        """The slot of `q` or `a`, float32 [T, H, E], of a batch."""
+        a = self._plan.target.spec.layers[layer].attention
+        return self._layout.act(executor, batch.id, name, 4 * batch.total_rows * a.heads * a.head_dim)
+
+    def _fresh(self, executor: Executor, batch: Batch, layer: int, name: str) -> Slot:
+        """The slot of a batch's fresh `k` or `v`."""
+        return self._layout.act(executor, _turn(batch), name, self._layout.kv.fresh_bytes(layer, batch))
 
     def load_kv(self, p: Pass, layer: int) -> None:
         """Emits loads of the pages before each batch's rows into the layer's window."""
@@ -105,10 +139,10 @@ class Attention:
             home = self._layout.kv.home(layer, batch)
             if home.home == home.attend or not batch.continues:
                 continue
-            lane = lane_between(home.home, home.attend)
             nbytes, ranges = self._moved(layer, batch, save=False)
-            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
-            self._calls.move_kv(lane, ops.KvLoad(*stored, *window, layer=layer, ranges=ranges), batch, nbytes)
+            for (source, stored), (target, window) in pairwise(self._layout.kv.way(layer, batch)):
+                load = ops.KvLoad(*stored, *window, layer=layer, ranges=ranges)
+                self._calls.move_kv(lane_between(source, target), load, batch, nbytes)
 
     def save_kv(self, p: Pass, layer: int) -> None:
         """Emits saves of each batch's rows to their home."""
@@ -116,12 +150,17 @@ class Attention:
             home = self._layout.kv.home(layer, batch)
             if home.home == home.attend:
                 continue
-            lane = lane_between(home.attend, home.home)
             nbytes, ranges = self._moved(layer, batch, save=True)
-            stored, window = self._layout.kv.stored(layer, batch), self._layout.kv.slots(layer, batch)
-            self._calls.move_kv(lane, ops.KvSave(*window, *stored, layer=layer, ranges=ranges), batch, nbytes)
+            for (source, window), (target, stored) in pairwise(reversed(self._layout.kv.way(layer, batch))):
+                save = ops.KvSave(*window, *stored, layer=layer, ranges=ranges)
+                self._calls.move_kv(lane_between(source, target), save, batch, nbytes)
 
     def _moved(self, layer: int, batch: Batch, save: bool) -> tuple[int, int]:
         """(bytes, count) of the byte ranges of `KvLayout.spans`, K and V together."""
         nbytes, ranges = self._layout.kv.moved(layer, batch, save)
         return 2 * nbytes, 2 * ranges
+
+
+def _turn(batch: Batch) -> int:
+    """Whose buffers of fresh K and V a batch takes, by the ids of batches."""
+    return batch.id % FRESH_TURNS

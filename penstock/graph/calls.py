@@ -68,12 +68,15 @@ class Calls:
         return call
 
     def copy(
-        self, batch: Batch, name: str, nbytes: int, source: Executor, target: Executor, lands: str | None = None
-    ) -> Slot:
+        self, batch: Batch, name: str, nbytes: int, source: Executor, target: Executor, lands: str | None = None,
+        of: int | None = None,
+    ) -> Slot:  # fmt: skip
         """Copies activations across the link, on the device's lane. Returns the slot that they land in. `lands`: the
-        buffer's name on the target, where it differs from `name`."""
-        from_slot = self.layout.act(source, batch.id, name, nbytes)
-        to_slot = self.layout.act(target, batch.id, lands or name, nbytes)
+        buffer's name on the target, where it differs from `name`. `of`: the id of the batch whose buffers they are, if
+        it is not this one's."""
+        owner = batch.id if of is None else of
+        from_slot = self.layout.act(source, owner, name, nbytes)
+        to_slot = self.layout.act(target, owner, lands or name, nbytes)
         device = target if source == HOST else source
         self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
         return to_slot

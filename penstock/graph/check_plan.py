@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import product
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
@@ -46,10 +47,8 @@ _BOUNDS = {
     "hole_bytes": (0, 1 << 30),
 }
 _MOST_RING_BYTES = 1024 * GIB
-# (home of KV, executor of attention). KV on a disk for a device is not built: it would have to cross memory.
-_KV_HOMES = (
-    (HOST, HOST), (DISKS[0], HOST), *((gpu, gpu) for gpu in DEVICES), *((HOST, gpu) for gpu in DEVICES),
-)  # fmt: skip
+# (home of KV, executor of attention).
+_KV_HOMES = (*product((HOST, DISKS[0]), EXECUTORS), *((gpu, gpu) for gpu in DEVICES))
 
 
 def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
@@ -78,7 +77,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_asked(plan, by_key)
     main = _check_acts(plan)
     _check_caches(plan, by_key)
-    _check_kv(plan)
+    _check_kv(plan, main)
     _check_main(plan.units, by_key, main)
     _check_rings(plan, by_key)
     layout = Layout(plan)
@@ -251,8 +250,15 @@ def _check_acts(plan: Plan) -> Executor:
     return homes.pop()
 
 
-def _check_kv(plan: Plan) -> None:
+def _check_kv(plan: Plan, main: Executor) -> None:
+    """Attention runs where its projections are computed. Or it is delegated: to the CPU, all projections of the layer
+    with the device that holds the activations."""
     _check_cover("KV", plan.kv, plan)
+    projecting: dict[int, set[Executor]] = {}
+    for unit in plan.units:
+        number, _, kind = unit.part.partition(".")
+        if kind == "attn":
+            projecting.setdefault(int(number), set()).update((unit.decode, unit.prefill))
     for home in plan.kv:
         try:
             home.format.check_kv()
@@ -260,11 +266,10 @@ def _check_kv(plan: Plan) -> None:
             raise _wrong(str(error)) from None
         if (home.home, home.attend) not in _KV_HOMES:
             raise _wrong(f"KV at home in {home.home!r} with attention on {home.attend!r}")
-        for unit in plan.units:
-            layer, _, kind = unit.part.partition(".")
-            if kind == "attn" and home.layers[0] <= int(layer) < home.layers[1]:
-                if (unit.decode, unit.prefill) != (home.attend, home.attend):
-                    raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
+        for layer in range(*home.layers):
+            delegated = home.attend == HOST and is_device(main) and projecting[layer] == {main}
+            if projecting[layer] != {home.attend} and not delegated:
+                raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
 
 
 def _check_pages(layout: Layout) -> None:
@@ -316,6 +321,8 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     for part in device_parts:
         if by_key[part].granule_bytes > plan.stage_bytes:
             raise _wrong(f"{part} is loaded through a stage of {plan.stage_bytes} bytes, less than a granule")
+    together: dict[str, list[int]] = {}  # attention that is delegated → bytes of its units that stream
+    delegated = {f"{layer}.attn" for home in plan.kv if home.attend == HOST for layer in range(*home.layers)}
     for unit in plan.units:
         if unit.part == "embed" and not tied:
             continue  # gathered, row by row
@@ -326,6 +333,15 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a ring of {room} on {executor}")
             if is_device(executor) and is_disk(unit.home) and nbytes > plan.stage_bytes:
                 raise _wrong(f"{unit.part} streams units of {nbytes} bytes through a stage of {plan.stage_bytes}")
+            if is_device(executor) and unit.part in delegated:
+                together.setdefault(unit.part, []).append(nbytes)
+    for part, sizes in together.items():  # they are in the ring at once, of which less than a unit may be lost
+        need = sum(sizes) + (max(sizes) if len(sizes) > 1 else 0)
+        if need > plan.ring_bytes[plan.main]:
+            raise _wrong(
+                f"{part}, whose attention is delegated, streams {need} bytes at once through a ring of"
+                f" {plan.ring_bytes[plan.main]} on {plan.main}"
+            )
 
 
 def _wrong(fault: str) -> BadRequest:

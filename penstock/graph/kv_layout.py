@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from math import gcd, lcm
 
 from penstock.graph.batch import Batch
+from penstock.graph.fresh import FreshRows, fresh_rows, most_fresh_tokens
 from penstock.graph.ops.operand import Slot
 from penstock.spec.parts import PAGE_BYTES
-from penstock.spec.places import HOST, is_disk
+from penstock.spec.places import HOST, Tier, is_device, is_disk
 from penstock.spec.plan import KvHome, Plan
 from penstock.units import round_up
 
@@ -24,7 +25,8 @@ class KvLayout:
     pages_per_seq   pages of a whole context
     pages           in each layer's pool
     copies          whether a page can get what another one holds: in RAM alone, for elsewhere no task copies KV
-    windows         slots of the windows, each of keys or of values
+    windows         slots of the windows, each of keys or of values. KV on a disk that a device attends to has windows
+                    in RAM and on the device
     """
 
     def __init__(self, plan: Plan, take: Callable[[str, int, int], Slot]) -> None:
@@ -35,10 +37,11 @@ class KvLayout:
         self.copies = all(home.home == HOST for home in plan.kv)
         self._pools = self._place_pools()
         self.windows: list[Slot] = []
-        self._window_of = self._place_windows()
+        self._windows_of = self._place_windows()
 
     def home(self, layer: int, batch: Batch) -> KvHome:
-        """The home of the batch's KV in a layer. A batch has one home per layer."""
+        """The home of the batch's KV in a layer. A batch has one home per layer. Raises AssertionError if the plan has
+        none."""
         for home in self.plan.kv:
             if home.layers[0] <= layer < home.layers[1] and home.seqs[0] <= batch.seqs[0] < home.seqs[1]:
                 return home
@@ -57,14 +60,19 @@ class KvLayout:
 
     def page_bytes(self, layer: int, home: KvHome) -> int:
         """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
-        a = self.plan.target.spec.layers[layer].attention
-        return a.kv_heads * self.plan.page_tokens * home.format.kv_bytes(a.head_dim)
+        return self.plan.page_tokens * self._token_bytes(layer, home)
 
     def slots(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
         """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one, or all
         pages where they are shared."""
+        return self.way(layer, batch)[-1][1]
+
+    def way(self, layer: int, batch: Batch) -> list[tuple[Tier, tuple[Slot, Slot]]]:
+        """(tier, (keys, values)) of each place that the batch's KV passes, from its home to where attention reads
+        it."""
         home = self.home(layer, batch)
-        return self._of_batch(layer, batch, self._window_of.get(layer, self._pools[layer, home.seqs[0]]))
+        pools = [(home.home, self._pools[layer, home.seqs[0]]), *self._windows_of.get(layer, ())]
+        return [(tier, self._of_batch(layer, batch, both)) for tier, both in pools]
 
     def page_slots(self, page: int) -> list[Slot]:
         """K and V of one page at their home, layer after layer. `page`: the number of a group of pages (`page_group`),
@@ -76,10 +84,6 @@ class KvLayout:
                 for pool in self._pools[layer, home.seqs[0]]:
                     slots.append(Slot(pool.arena, pool.lo + page * nbytes, pool.lo + (page + 1) * nbytes))
         return slots
-
-    def stored(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
-        """(keys, values) of the same pages as `slots`, at their home."""
-        return self._of_batch(layer, batch, self._pools[layer, self.home(layer, batch).seqs[0]])
 
     def spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
         """Byte ranges within `slots` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V:
@@ -106,6 +110,39 @@ class KvLayout:
             (hi - lo, batch.spans[span]) for span, (lo, hi) in self._moved_pages(layer, batch, save).items() if lo < hi
         ]
         return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
+
+    def fresh(self, batch: Batch) -> FreshRows:
+        """How K and V of the batch's rows lie apart from the cache."""
+        return fresh_rows(batch, self.plan.page_tokens)
+
+    def fresh_bytes(self, layer: int, batch: Batch) -> int:
+        """Bytes of the batch's fresh K (or V) of a layer."""
+        rows = self.fresh(batch)
+        return rows.page_count * rows.page_tokens * self._token_bytes(layer, self.home(layer, batch))
+
+    def most_fresh_bytes(self, layer: int) -> int:
+        """Bytes of the fresh K (or V) of a layer that any batch may have."""
+        plan = self.plan
+        home = next(home for home in plan.kv if home.layers[0] <= layer < home.layers[1])
+        rows = max(plan.chunk_rows, plan.batch_seqs)
+        return most_fresh_tokens(rows, plan.batch_seqs, plan.page_tokens) * self._token_bytes(layer, home)
+
+    def fresh_spans(self, layer: int, batch: Batch) -> list[tuple[int, int, int]]:
+        """(from, to, bytes): the whole pages of a batch of beginnings, from its fresh K (or V) to `slots`."""
+        page_bytes = self.page_bytes(layer, self.home(layer, batch))
+        spans: list[tuple[int, int, int]] = []
+        for fresh, pages in zip(self.fresh(batch).pages, self.pages_of(batch), strict=True):
+            for source, target in zip(fresh, pages, strict=False):
+                lo, to, nbytes = spans[-1] if spans else (0, 0, 0)
+                if spans and (lo + nbytes, to + nbytes) == (source * page_bytes, target * page_bytes):
+                    spans[-1] = (lo, to, nbytes + page_bytes)
+                else:
+                    spans.append((source * page_bytes, target * page_bytes, page_bytes))
+        return spans
+
+    def _token_bytes(self, layer: int, home: KvHome) -> int:
+        a = self.plan.target.spec.layers[layer].attention
+        return a.kv_heads * home.format.kv_bytes(a.head_dim)
 
     def _moved_pages(self, layer: int, batch: Batch, save: bool) -> dict[tuple[int, int], tuple[int, int]]:
         """(start, rows) → lo..hi, the bytes of a sequence's pages in a layer that a sequence with these rows moves."""
@@ -189,19 +226,26 @@ class KvLayout:
                 pools[layer, home.seqs[0]] = (self._take(arena, nbytes, align), self._take(arena, nbytes, align))
         return pools
 
-    def _place_windows(self) -> dict[int, tuple[Slot, Slot]]:
-        """Layer → (keys, values) in a window, for layers whose KV lives elsewhere. One such layer's attention may run
-        while the next layer's KV is loaded, so there are two windows that layers use by turns. Where the order saves
-        memory there is one."""
-        moved = [home for home in self.plan.kv if home.home != home.attend]
-        windows: dict[int, tuple[Slot, Slot]] = {}
-        for tier in dict.fromkeys(home.attend for home in moved):
-            layers = [layer for home in moved if home.attend == tier for layer in range(*home.layers)]
-            nbytes = max(self._pools[layer, home.seqs[0]][0].nbytes for home in moved for layer in range(*home.layers))
+    def _place_windows(self) -> dict[int, list[tuple[Tier, tuple[Slot, Slot]]]]:
+        """Layer → (tier, (keys, values)) of its windows, for layers whose KV lives elsewhere, in the order in which it
+        passes them. One such layer's attention may run while the next layer's KV is loaded, so there are two windows
+        that layers use by turns. Where the order saves memory there is one."""
+        windows: dict[int, list[tuple[Tier, tuple[Slot, Slot]]]] = {}
+        passing: dict[Tier, list[KvHome]] = {}
+        for home in self.plan.kv:
+            if is_disk(home.home) and is_device(home.attend):
+                passing.setdefault(HOST, []).append(home)
+        for home in self.plan.kv:
+            if home.home != home.attend:
+                passing.setdefault(home.attend, []).append(home)
+        for tier, homes in passing.items():
+            layers = [layer for home in homes for layer in range(*home.layers)]
+            nbytes = max(self._pools[layer, home.seqs[0]][0].nbytes for home in homes for layer in range(*home.layers))
             count = min(len(layers), 1 if self.plan.order == "saving" else 2)
             arena = f"{tier}.window"
             pairs = [(self._take(arena, nbytes, PAGE_BYTES), self._take(arena, nbytes, PAGE_BYTES))
                      for _ in range(count)]  # fmt: skip
             self.windows += [slot for pair in pairs for slot in pair]
-            windows |= {layer: pairs[i % count] for i, layer in enumerate(layers)}
+            for i, layer in enumerate(layers):
+                windows.setdefault(layer, []).append((tier, pairs[i % count]))
         return windows

@@ -48,6 +48,8 @@ class WrittenPages:
         self._tokens[page] = self._tokens.get(source, 0)
 
     def take(self, p: Pass) -> None:
+        """Takes a pass's pages as written. Raises InternalError if a sequence has a page twice, if a page is written
+        that another sequence uses, or if positions are read that nobody has written."""
         check_tables(self._layout, p)
         size, users, written = self._layout.plan.page_tokens, dict[int, list[int]](), dict[int, int]()
         for batch in p.batches:

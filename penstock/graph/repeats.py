@@ -105,6 +105,7 @@ class Repeats:
             and not plan.caches
             and layout.staging is None
             and all(home.home == home.attend for home in plan.kv)
+            and not layout.delegated  # whether its rows begin prompts decides how a batch is computed
         )
         self._known: dict[Shape, tuple[KnownTask, ...]] = {}
         self._of_form: dict[Shape, tuple[Task, ...]] = {}

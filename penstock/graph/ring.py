@@ -52,7 +52,9 @@ class Ring:
 
     def admit(self, last_block: float, at_hand: Callable[[Piece], bool]) -> tuple[Piece, Slot] | None:
         """The next piece to load and its slot. None where no piece of the blocks up to `last_block` waits, or where the
-        piece's source is not filled yet (`at_hand`), or where its bytes in the ring are not free yet."""
+        piece's source is not filled yet (`at_hand`), or where its bytes in the ring are not free yet.
+
+        Raises InternalError if the piece is larger than the ring."""
         if not self._waiting or self._waiting[0][2] > last_block or not at_hand(self._waiting[0][0]):
             return None
         piece, nbytes, _ = self._waiting[0]
@@ -73,7 +75,8 @@ class Ring:
         return piece, slot
 
     def take(self, piece: Piece) -> Slot:
-        """The slot of the piece whose calls come next in the stream."""
+        """The slot of the piece whose calls come next in the stream. Raises InternalError if the ring holds another
+        piece first."""
         if not self._ahead or self._ahead[0][0] != piece:
             raise InternalError(f"{self.arena} holds {[piece for piece, _ in self._ahead]}, but {piece} is needed")
         _, self._taken[piece] = self._ahead.popleft()

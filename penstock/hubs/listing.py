@@ -126,7 +126,9 @@ def _file(sibling: Any, repo: str) -> RemoteFile | None:
 
 
 def local_files(folder: Path) -> dict[str, RemoteFile]:
-    """The files of a folder with their sizes, by their paths in it. Links that lead nowhere are left out."""
+    """The files of a folder with their sizes, by their paths in it. Links that lead nowhere are left out.
+
+    Raises BadRequest if there are more than _MAX_LOCAL_FILES files."""
     found: dict[str, RemoteFile] = {}
     for base, folders, names in os.walk(folder):
         folders[:] = [each for each in folders if not each.startswith(".")]

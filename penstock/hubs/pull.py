@@ -36,7 +36,7 @@ def find(name: HubName, where: Where) -> Pulled | None:
     not here."""
     from huggingface_hub import constants
 
-    repository = Repository(_cache(where), name.repo)
+    repository = Repository.of(_cache(where), name.repo)
     commit = _commit(repository, name.revision)
     if commit is None:
         return None
@@ -94,7 +94,7 @@ def pull(
     listing = hub.listing(name.repo, name.revision)
     choice = choose(listing, name, lambda index: hub.read(listing, index), available_bytes)
     cache = _cache(where)
-    repository = Repository(cache, name.repo)
+    repository = Repository.of(cache, name.repo)
     if check is not None and not all(map(repository.has, choice.files)):
         with stand_in(hub, listing, choice) as path:
             check(path)

@@ -4,6 +4,7 @@
     models--org--name/snapshots/COMMIT/NAME    a link to it
     models--org--name/refs/REVISION            the commit that a branch or tag led to
     models--org--name/.penstock/COMMIT.json    our own: what the repository held then
+    models--org--name/.penstock/COMMIT.pinned  our own: the commit was asked for by its own name
 
 Source: "Understand caching" in huggingface_hub's documentation. An incomplete file is always the first bytes of the
 whole, so that a later call goes on behind them. No file gets its name before its checksum was compared.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import BrokenModel, PenstockError, StorageFailed
-from penstock.hubs.listing import MAX_LIST_BYTES, Listing, RemoteFile, format_listing, parse_listing
+from penstock.hubs.listing import COMMIT, MAX_LIST_BYTES, Listing, RemoteFile, format_listing, parse_listing
 from penstock.hubs.web import TRIES, Cut, Hub
 from penstock.store.files import load, storage_errors, write_bytes
 from penstock.units import format_bytes
@@ -37,8 +38,12 @@ _LEAST_BYTES = 1 << 20
 class Repository:
     """A repository's folder in the cache."""
 
-    def __init__(self, cache: Path, repo: str) -> None:
-        self.folder = cache / f"models--{repo.replace('/', '--')}"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, cache: Path, repo: str) -> Repository:
+        return cls(cache / f"models--{repo.replace('/', '--')}")
 
     def blob(self, file: RemoteFile) -> Path:
         return self.folder / "blobs" / file.digest
@@ -95,13 +100,41 @@ class Repository:
         return self.folder / ".penstock" / f"{commit}.json"
 
     def note_revision(self, listing: Listing, revision: str) -> None:
-        """Keeps which commit a branch or a tag led to. Raises StorageFailed."""
-        if revision == listing.commit:
-            return
-        ref = self.ref(revision)
-        with storage_errors("write", ref):
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(ref, listing.commit.encode())
+        """Keeps which commit a branch or a tag led to, or that a commit was asked for by its own name. Raises
+        StorageFailed."""
+        file = self._pin(revision) if revision == listing.commit else self.ref(revision)
+        with storage_errors("write", file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(file, listing.commit.encode())
+
+    def commits(self) -> frozenset[str]:
+        """The commits that branches and tags led to. Empty where none was asked for, and where one cannot be read."""
+        found = set[str]()
+        for folder, _, names in os.walk(self.folder / "refs"):
+            for name in names:
+                try:
+                    found.add(load(Path(folder) / name, 100).decode("ascii", "replace").strip())
+                except (OSError, PenstockError):
+                    return frozenset()
+        return frozenset(found)
+
+    def is_pinned(self, commit: str) -> bool:
+        """Whether somebody asked for this commit by its own name."""
+        return os.path.lexists(self._pin(commit))
+
+    def _pin(self, commit: str) -> Path:
+        return self.folder / ".penstock" / f"{commit}.pinned"
+
+
+def is_superseded(path: str) -> bool:
+    """Whether the path is a snapshot of a Hub model, or in one, that no branch or tag led to when last asked for,
+    while others are known. False for a commit that was asked for by its own name, and where we may not look."""
+    for snapshot in (Path(path), *Path(path).parents):
+        if snapshot.parent.name == "snapshots" and COMMIT.fullmatch(snapshot.name):
+            repository = Repository(snapshot.parent.parent)
+            commits = repository.commits()
+            return bool(commits) and snapshot.name not in commits and not repository.is_pinned(snapshot.name)
+    return False
 
 
 def fetch(

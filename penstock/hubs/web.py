@@ -56,7 +56,7 @@ class Hub:
         self._sleep, self._tell = where.sleep, tell
 
     def listing(self, repo: str, revision: str) -> Listing:
-        """The files of a repository at a revision."""
+        """The files of a repository at a revision. Raises BrokenModel if the Hub answers with another revision."""
         url = f"{self.endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         with self._asked(url, f"{repo} at {revision}") as response:
             listing = parse_listing(_whole(response, MAX_LIST_BYTES, f"the list of {repo}"), repo)
@@ -65,7 +65,9 @@ class Hub:
         return listing
 
     def read(self, listing: Listing, file: RemoteFile, first: int = 0, end: int | None = None) -> bytes:
-        """Bytes first..end of a file, in memory; None: to its end. Cut connections are tried again."""
+        """Bytes first..end of a file, in memory; None: to its end. Cut connections are tried again.
+
+        Raises StorageFailed if the connection is cut TRIES times, or if all takes more than _WHOLE_ANSWER_S seconds."""
         end = file.nbytes if end is None else min(end, file.nbytes)
         content, what = bytearray(), f"{listing.repo}/{file.name}"
         until_s = time.monotonic() + _WHOLE_ANSWER_S

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
 from penstock.planner import activity
+from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import HOST
@@ -132,6 +134,31 @@ def share_of(spec: ModelSpec, weights: Format, firing: Firing | None, rows: int,
         known = foretold_of(spec, firing)
         return 1.0 if known is None else _interpolated(known.shares, rows)
     return (firing or expected(spec)).share(rows)
+
+
+def check_sparsity(ask: Ask, spec: ModelSpec, firing: Firing | None) -> None:
+    """Raises BadRequest if the ask wants a sparsity that this model does not have, or that does not run there."""
+    if ask.sparsity == "exact" and not spec.fires:
+        raise BadRequest("--sparsity exact: all neurons of this model fire, since its activation is no ReLU")
+    if ask.sparsity == "predict":
+        if not spec.fires:
+            raise BadRequest("--sparsity predict: this model's activation is no ReLU, so no neuron can be left out")
+        if foretold_of(spec, firing) is None:
+            raise BadRequest(
+                "--sparsity predict: this model has no predictors (`penstock train-predictors` trains them)"
+            )
+        if ask.use_device:
+            raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
+    if ask.sparsity == "threshold":
+        if not spec.has_levels:
+            why = "this model has a ReLU, whose zeros are left out exactly" if spec.fires else "this model has experts"
+            raise BadRequest(f"--sparsity threshold: {why}")
+        if firing is None or not firing.levels:
+            raise BadRequest(
+                "--sparsity threshold: no levels are known (`penstock profile MODEL FILE --below SHARE` finds them)"
+            )
+        if ask.use_device:
+            raise BadRequest("--sparsity threshold runs without a device, whose kernels leave nothing out yet")
 
 
 def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:

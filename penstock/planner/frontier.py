@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock.planner.bound import sequences
 from penstock.planner.explain import limits, rate
 from penstock.planner.shorten import streamed
 from penstock.planner.solve import Solved
-from penstock.planner.solve.bound import sequences
 from penstock.planner.solve.candidate import Compared
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec

@@ -27,7 +27,7 @@ _KINDS = {
 }
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A lane's work of one kind without a break. `kind`: attention, FFN, head, weights that stream, or rest. `start_s`,
     `end_s`: seconds from the start of the pass."""
 
@@ -40,7 +40,7 @@ class DecodePass(NamedTuple):
     """`pieces`: lane → its pieces in order, the CPU's first. `seconds`: of the pass, with the pause after it.
     `link_bytes`: lane → the bytes that cross the link to a device. `sequences`: which get a token each."""
 
-    pieces: dict[Lane, list[Piece]]
+    pieces: dict[Lane, list[Stretch]]
     seconds: float
     link_bytes: dict[Lane, int]
     sequences: int
@@ -69,31 +69,31 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> DecodePass:
             simulator.pause(cost.between_passes_s)
     end_s = simulator.now_s + cost.between_passes_s  # in which loads go on, as they do while draining
     spans += simulator.drain().spans
-    lanes: dict[Lane, list[Piece]] = {lane: [] for lane in (CPU, *sorted({ln for s in spans for ln in s.lanes}))}
+    lanes: dict[Lane, list[Stretch]] = {lane: [] for lane in (CPU, *sorted({ln for s in spans for ln in s.lanes}))}
     for span in spans:
         for lane in span.lanes:
             for piece in _cut(tasks[span.task], cost, span.start_s, span.end_s):
-                inside = Piece(piece.kind, max(piece.start_s, start_s) - start_s, min(piece.end_s, end_s) - start_s)
+                inside = Stretch(piece.kind, max(piece.start_s, start_s) - start_s, min(piece.end_s, end_s) - start_s)
                 if inside.start_s < inside.end_s:
                     lanes[lane].append(inside)
     ordered = {lane: sorted(inside, key=lambda p: p.start_s) for lane, inside in lanes.items() if inside}
     return DecodePass(ordered, end_s - start_s, dict(crossed), len(seqs))
 
 
-def _cut(task: Task, cost: Cost, start_s: float, end_s: float) -> list[Piece]:
+def _cut(task: Task, cost: Cost, start_s: float, end_s: float) -> list[Stretch]:
     """The pieces of a task's span, in the order of its calls. Each piece has the share of the span that its calls
     take."""
     kinds = [_KINDS.get(call.op, "rest") for call in task.calls]
     if len(set(kinds)) == 1:
-        return [Piece(kinds[0], start_s, end_s)]
+        return [Stretch(kinds[0], start_s, end_s)]
     each = [cost.seconds(task._replace(calls=(call,))) for call in task.calls]
     scale, begin_s = (end_s - start_s) / sum(each), start_s
-    pieces: list[Piece] = []
+    pieces: list[Stretch] = []
     for kind, seconds in zip(kinds, each, strict=True):
         until_s = begin_s + seconds * scale
         if pieces and pieces[-1].kind == kind:
             pieces[-1] = pieces[-1]._replace(end_s=until_s)
         else:
-            pieces.append(Piece(kind, begin_s, until_s))
+            pieces.append(Stretch(kind, begin_s, until_s))
         begin_s = until_s
     return pieces

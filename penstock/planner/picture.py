@@ -9,7 +9,7 @@ from html import escape
 
 from penstock.planner.explain import Band, Limit, lane_name, limits, rate, rates, spread, tier_name
 from penstock.planner.frontier import Point
-from penstock.planner.lanes import DecodePass, Piece, decode_pass
+from penstock.planner.lanes import DecodePass, Stretch, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -255,9 +255,9 @@ def _lanes(one: DecodePass, notes: Sequence[str], y: int) -> tuple[list[str], in
     return drawn, y
 
 
-def _merged(pieces: list[Piece], gap_s: float) -> list[Piece]:
+def _merged(pieces: list[Stretch], gap_s: float) -> list[Stretch]:
     """The pieces, with neighbours of one kind that are at most `gap_s` seconds apart made one."""
-    merged: list[Piece] = []
+    merged: list[Stretch] = []
     for piece in pieces:
         if merged and merged[-1].kind == piece.kind and piece.start_s - merged[-1].end_s <= gap_s:
             merged[-1] = merged[-1]._replace(end_s=piece.end_s)
@@ -266,7 +266,7 @@ def _merged(pieces: list[Piece], gap_s: float) -> list[Piece]:
     return merged
 
 
-def _rect(piece: Piece, pass_s: float, y: int) -> str:
+def _rect(piece: Stretch, pass_s: float, y: int) -> str:
     """SVG of one piece of a lane."""
     x, width = (_RIGHT_WIDTH * s / pass_s for s in (piece.start_s, piece.end_s - piece.start_s))
     return (
@@ -275,7 +275,7 @@ def _rect(piece: Piece, pass_s: float, y: int) -> str:
     )
 
 
-def _areas(pieces: list[Piece], pass_s: float, y: int) -> list[str]:
+def _areas(pieces: list[Stretch], pass_s: float, y: int) -> list[str]:
     """SVG of an area for each kind of work. Its height at each pixel is the share of that moment which the kind took.
     The areas stand on each other."""
     moment_s = pass_s / _RIGHT_WIDTH

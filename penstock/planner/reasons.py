@@ -1,5 +1,5 @@
-"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. The sentences about a paper's
-mathematics stand with its solver."""
+"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. `paper_reasons` has those about what
+the papers' formulas say."""
 
 from __future__ import annotations
 
@@ -113,6 +113,16 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
     found.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
     return tuple(found)
+
+
+def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: float) -> str:
+    """Why units that are lifted have at most `nbytes`. `fixed_s`: seconds that each costs beside its bytes;
+    `fixed_share`: the most that this may be of the copy's time."""
+    why = f"at most {fixed_share:.0%} of its copy"
+    if nbytes == ring_bytes // 4:
+        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
+    fixed = f"each costs {fixed_s * 1e6:.0f} µs beside its bytes"
+    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
 
 
 def with_experts(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:

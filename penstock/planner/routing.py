@@ -20,7 +20,7 @@ from penstock.graph.arenas import neurons_of
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Fire, Predict, Route
 from penstock.graph.tasks import Call, Pass
-from penstock.spec.answers import Answers
+from penstock.spec.answers import RouterAnswers
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.parts import GRANULE_ROWS
 from penstock.spec.plan import Plan
@@ -59,7 +59,7 @@ class RouterTrace:
         return replace(self, layers=tuple(self.layers[i] for i in layers), guesses=guesses, fires=fires)
 
 
-def replayed(answers: Answers, where: str) -> RouterTrace:
+def replayed(answers: RouterAnswers, where: str) -> RouterTrace:
     """The trace of a run's answers."""
     return RouterTrace(answers.layers, f"as recorded in {where}", answers.guesses)
 

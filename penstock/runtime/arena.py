@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
@@ -122,9 +123,12 @@ class _Pages:
 
     def begin(self) -> None:
         thread = threading.Thread(target=self._take_here, name="penstock-pages", daemon=True)
+        # Where the interpreter ends while a thread is in a kernel, coming back from there aborts the process.
+        atexit.register(self.stop)
         try:
             thread.start()
         except RuntimeError:  # no more threads may be started: then this one does it
+            atexit.unregister(self.stop)
             self.take()
         else:
             self._thread = thread
@@ -134,6 +138,8 @@ class _Pages:
             self.take()
         except BaseException as failure:
             self._failure = failure
+        finally:
+            atexit.unregister(self.stop)
 
     def take(self) -> None:
         threads, start_s = host.usable_threads(None), time.perf_counter()

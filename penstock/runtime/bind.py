@@ -158,23 +158,29 @@ class Binding:
     def _qkv(self, call: Call, op: ops.Qkv) -> None:
         layer, batch = op.layer, _batch(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
-        t, part = batch.total_rows, self._parts[unit.part]
+        t, part, turn = batch.total_rows, self._parts[unit.part], self._turn(layer, batch)
+        stored, tables, (keys, values) = self._cache(op, batch)
         attention.qkv(
             self._granules(op.weights, part), part, unit.lo, a, self._spec.norm, self._arenas.view(op.norms),
-            self._parts[f"{layer}.norms"], self._rows(op.h, t), self._turn(layer, batch), batch, self._tables(batch),
-            self._arenas.array(op.q, np.float32, (t, a.heads, a.head_dim)), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), self._scratch(op.scratch),
+            self._parts[f"{layer}.norms"], self._rows(op.h, t), turn, stored, tables,
+            self._arenas.array(op.q, np.float32, (t, a.heads, a.head_dim)), keys, values, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _attend(self, call: Call, op: ops.Attend) -> None:
         layer, batch = op.layer, _batch(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         shape = (batch.total_rows, a.heads, a.head_dim)
+        stored, tables, (keys, values) = self._cache(op, batch)
         attention.attend(
-            self._arenas.array(op.q, np.float32, shape), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), batch, self._tables(batch),
+            self._arenas.array(op.q, np.float32, shape), keys, values, a, *self._plan.unit_rows(unit), stored, tables,
             self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch), self._sinks(op),
         )  # fmt: skip
+
+    def _append(self, call: Call, op: ops.Append) -> None:
+        batch, tables = _batch(call), self._tables(_batch(call))
+        for fresh, cache in ((op.fresh_keys, op.keys), (op.fresh_values, op.values)):
+            rows = self._pool(fresh, op.layer, batch, batch.total_rows)
+            attention.append(rows, self._pool(cache, op.layer, batch), batch, tables)
 
     def _sinks(self, op: ops.Attend) -> Float32 | None:
         """float32 [H]: a score of each head."""
@@ -339,6 +345,12 @@ class Binding:
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
         layer, batch = op.layer, _batch(call)
         writes: list[tuple[int, memoryview]] = []
+        if op.fresh:
+            for lo, to, nbytes in self._layout.kv.fresh_spans(layer, batch):
+                for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
+                    pages = self._arenas.view(source)[lo : lo + nbytes]
+                    self._arenas.view(target)[to : to + nbytes] = pages
+            return
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self._layout.kv.spans(layer, batch, save=True):
                 if is_disk(target.arena):
@@ -464,10 +476,21 @@ class Binding:
         """uint8 [granules, bytes of a granule]."""
         return self._arenas.view(slot).reshape(-1, part.granule_bytes)
 
-    def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        """The pages of a slot of `Layout.kv`."""
+    def _cache(
+        self, op: ops.Qkv | ops.Attend, batch: Batch
+    ) -> tuple[Batch, Sequence[NDArray[np.int64]], tuple[KvPool, KvPool]]:
+        """(the batch, and the pages of its sequences, as the pools of keys and values have them; these pools)."""
+        fresh = self._layout.kv.fresh(batch) if op.fresh else None
+        page_tokens = self._plan.page_tokens if fresh is None else fresh.page_tokens
+        keys, values = (self._pool(slot, op.layer, batch, page_tokens) for slot in (op.keys, op.values))
+        if fresh is None:
+            return batch, self._tables(batch), (keys, values)
+        return fresh.batch, [np.array(pages, np.int64) for pages in fresh.pages], (keys, values)
+
+    def _pool(self, slot: Slot, layer: int, batch: Batch, page_tokens: int = 0) -> KvPool:
+        """The pages of a slot of `Layout.kv`, or of fresh rows. `page_tokens`: of a page, if not the plan's."""
         a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
-        page_tokens = self._plan.page_tokens
+        page_tokens = page_tokens or self._plan.page_tokens
         blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt)
 

@@ -103,6 +103,7 @@ class NativeBinding(Binding):
         self._heads: dict[int, _native.AttentionShape] = {}  # by the unit's number
         self._caches: dict[tuple[int, Format], _native.CacheShape] = {}  # by layer and format
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
+        self._fresh_tables: dict[Batch, BatchTables] = {}  # of their fresh rows, for this pass
         self._shared: dict[int, BatchTables] = {}  # of programs, by the batch's id
         self._moved: set[int] = set()  # ids of the batches whose tables are those of this pass
         self._most_bound = _KEPT * (4 * len(layers) if plan.asks else 1)
@@ -169,6 +170,7 @@ class NativeBinding(Binding):
     def begin(self) -> None:
         super().begin()
         self._tables_of.clear()
+        self._fresh_tables.clear()
         self._moved.clear()
 
     def forget(self) -> None:
@@ -339,11 +341,12 @@ class NativeBinding(Binding):
         at, norms_part = self._arenas.address, self._parts[f"{layer}.norms"]
         q_norm, k_norm = (at(op.norms) + norms_part.block(n).offset if a.qk_norm else 0 for n in ("q_norm", "k_norm"))
         cos, sin = tables.turn_addresses(layer)
+        stored, pages = self._stored(op, batch, tables)
         on.qkv(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
             shape=self._qkv_shapes[layer], attention=self._attention_of(call.unit, layer), h=at(op.h),
-            t=batch.total_rows, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, sequences=tables.sequences_address,
-            sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
+            t=batch.total_rows, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, sequences=pages.sequences_address,
+            sequence_count=len(stored.seqs), pages=pages.pages_address, q=at(op.q), cache=self._shape(op, batch),
             keys=at(op.keys), values=at(op.values), exact=self._exact[unit.part, "qkv"], scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
@@ -351,9 +354,10 @@ class NativeBinding(Binding):
     def _attend_on(self, on: Target, call: Call, op: ops.Attend, tables: BatchTables) -> None:
         layer, batch, at = op.layer, _batch(call), self._arenas.address
         sinks = at(op.norms[0]) + self._parts[f"{layer}.norms"].block("sinks").offset if op.norms else 0
+        stored, pages = self._stored(op, batch, tables)
         on.attend(
-            attention=self._attention_of(call.unit, layer), sinks=sinks, sequences=tables.sequences_address,
-            sequence_count=len(batch.seqs), pages=tables.pages_address, q=at(op.q), cache=self._cache(layer, batch),
+            attention=self._attention_of(call.unit, layer), sinks=sinks, sequences=pages.sequences_address,
+            sequence_count=len(stored.seqs), pages=pages.pages_address, q=at(op.q), cache=self._shape(op, batch),
             keys=at(op.keys), values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
@@ -486,10 +490,25 @@ class NativeBinding(Binding):
             self._heads[u] = cpu.attention_shape(self._spec.layers[layer].attention, *self._plan.unit_rows(unit))
         return self._heads[u]
 
-    def _cache(self, layer: int, batch: Batch) -> _native.CacheShape:
-        fmt = self._layout.kv.home(layer, batch).format
-        key = (layer, fmt)
+    def _stored(
+        self, op: ops.Qkv | ops.Attend, batch: Batch, tables: BatchTables
+    ) -> tuple[Batch, BatchTables]:  # fmt: skip
+        """The batch as the pools of keys and values have it, and tables of its sequences and pages there. `tables`:
+        those of the batch."""
+        if not op.fresh:
+            return batch, tables
+        fresh = self._layout.kv.fresh(batch)
+        if batch not in self._fresh_tables:
+            sizes = (fresh.batch.total_rows, 0, len(fresh.batch.seqs), max(map(len, fresh.pages)))
+            self._fresh_tables[batch] = BatchTables(*sizes, ())
+            self._fresh_tables[batch].move(fresh.batch._replace(logits=()), fresh.pages)
+        return fresh.batch, self._fresh_tables[batch]
+
+    def _shape(self, op: ops.Qkv | ops.Attend, batch: Batch) -> _native.CacheShape:
+        fmt, a = self._layout.kv.home(op.layer, batch).format, self._spec.layers[op.layer].attention
+        if op.fresh:
+            return cpu.cache_shape(a, self._layout.kv.fresh(batch).page_tokens, fmt)
+        key = (op.layer, fmt)
         if key not in self._caches:
-            a = self._spec.layers[layer].attention
             self._caches[key] = cpu.cache_shape(a, self._plan.page_tokens, fmt)
         return self._caches[key]

@@ -26,7 +26,7 @@ from penstock.errors import InternalError
 from penstock.graph.tasks import MOVES, Task
 from penstock.graph.timeline import Span, Timeline, span
 from penstock.runtime.device import Underway
-from penstock.runtime.dispatch import Dispatch
+from penstock.runtime.dispatch import Work
 from penstock.spec.places import CPU
 from penstock.spec.plan import Unit
 
@@ -39,7 +39,7 @@ class Executor:
     `units`: the plan's, which timelines name. `origin_s`: the time of time.perf_counter from which timelines count.
     `recording`: whether timelines hold the tasks, which costs 2 µs each."""
 
-    def __init__(self, work: Dispatch, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
+    def __init__(self, work: Work, units: Sequence[Unit] = (), origin_s: float | None = None) -> None:
         self._work, self._units, self.recording = work, units, True
         self._lanes: dict[str, _Lane] = {}
         self._handed: dict[int, _Handed] = {}  # by id: tasks handed to a lane and not known to be done
@@ -210,7 +210,7 @@ class _Handed:
         self._underway: Underway | None = None  # of one that was BEGUN
         self._span_s = (0.0, 0.0)  # of one that is DONE
 
-    def begin(self, work: Dispatch, waits: Sequence[_Handed]) -> bool:
+    def begin(self, work: Work, waits: Sequence[_Handed]) -> bool:
         """Begins the task, if it is one that goes on by itself. An error is kept for the one who waits for the task.
         Returns whether the task is no longer WAITING."""
         own = [other._underway for other in waits if other.on_device] if self.on_device else []
@@ -222,7 +222,7 @@ class _Handed:
             self._become(_State.BEGUN)
         return self.state is not _State.WAITING
 
-    def do(self, work: Dispatch, waits: Sequence[_Handed]) -> None:
+    def do(self, work: Work, waits: Sequence[_Handed]) -> None:
         """Begins the task, or does it here and now. An error is kept for the one who waits for the task."""
         if self.begin(work, waits):
             return
@@ -295,7 +295,7 @@ class _Lane:
     On a device the tasks also end in that order. A disk has several loads under way, and a later one may be there
     first."""
 
-    def __init__(self, name: str, work: Dispatch) -> None:
+    def __init__(self, name: str, work: Work) -> None:
         self._name, self._to_do = name, work
         self._on_device = work.on_device(name)
         self.handed: deque[_Handed] = deque()  # tasks that nobody has waited for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,12 +49,13 @@ def _r2(points: Points, alpha: float, slope: float) -> float:
     return 1.0 if around_mean == 0 else max(-1.0, 1.0 - around_line / around_mean)
 
 
-def fit_well(measure: Callable[[], Points], figure: str, tell: Callable[[str], None]) -> Fit:
+def fit_well(measure: Callable[[], Points], figure: str, tell: Callable[[str], None], until_s: float = math.inf) -> Fit:
     """A fit with an r² of at least 0.95. Where it is less, measures again and tells so, up to three times in all; then
-    the best of the three. `figure`: its name, in the line that is told."""
+    the best of the three. `figure`: its name, in the line that is told. `until_s`: a time of `time.perf_counter`, after
+    which nothing is measured again."""
     best = fit(measure())
     for _ in range(_ATTEMPTS - 1):
-        if best.r2 >= GOOD_R2:
+        if best.r2 >= GOOD_R2 or time.perf_counter() > until_s:
             return best
         again = fit(measure())
         tell(f"{figure}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
@@ -73,3 +76,8 @@ def middle(fits: Sequence[Fit]) -> Fit:
     """One fit out of several of the same thing, measured at different moments: the one of the median slope, or the
     faster of two. For speeds that swing both ways, up and down."""
     return sorted(fits, key=lambda line: line.slope_s)[(len(fits) - 1) // 2]
+
+
+def straight(fits: Sequence[Fit]) -> list[Fit]:
+    """Of several fits of the same thing those with an r² of at least 0.95; all of them where there is none."""
+    return [line for line in fits if line.r2 >= GOOD_R2] or list(fits)

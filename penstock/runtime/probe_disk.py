@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,8 @@ _PICK_ROUNDS = 4
 _WRITES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)  # sizes of the pages of a sequence that have new rows
 _WRITTEN_BYTES, _WRITE_ROUNDS, _WRITE_TURNS = 32 * MIB, 4, 5
 _TURNS = 2  # turns of a visit, 0.5 GB together
-_EVERY_S = 1.5  # from a visit until the next one is due
+# From a visit until the next one is due: so many seconds, and so many times as long as the visit took.
+_EVERY_S, _EVERY_VISITS = 1.5, 4.0
 
 
 class ProbeFile:
@@ -156,10 +158,11 @@ def existing_file(path: Path) -> Iterator[ProbeFile]:
         os.close(fd)
 
 
-def disk_rates(file: ProbeFile, folder: Path, tell: Tell) -> list[Rate]:
-    """The rates of reads of single rows (`fetch`), and of writes to a KV file in `folder`."""
-    rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell)
-    writes = fit_well(lambda: _writes(folder), "writes to disk", tell)
+def disk_rates(file: ProbeFile, folder: Path, tell: Tell, until_s: float) -> list[Rate]:
+    """The rates of reads of single rows (`fetch`), and of writes to a KV file in `folder`. `until_s`: as for
+    `fit_well`."""
+    rows = fit_well(lambda: _row_reads(file), "small reads from disk", tell, until_s)
+    writes = fit_well(lambda: _writes(folder, until_s), "writes to disk", tell, until_s)
     return [
         Rate(DISK.reads, "fetch", "*", rows.alpha_s, rows.slope_s, 0.0, rows.r2),
         Rate(DISK.writes, "*", "*", writes.alpha_s, writes.slope_s, 0.0, writes.r2),
@@ -176,16 +179,18 @@ class LoadVisits:
         self._times: dict[int, list[float]] = {nbytes: [] for nbytes in _LOADS}
         self._kv_times: dict[int, list[float]] = {nbytes: [] for nbytes in _KV_READS}
         self._pick_times: dict[int, list[float]] = {nbytes: [] for nbytes in _PICKS}
-        self._last_s = -_EVERY_S
+        self._due_s = 0.0
+        self.visits = 0
 
     def between(self) -> None:
         """A visit, if the last one is long enough ago. Other parts of the probe call this between two measurements."""
-        if time.perf_counter() - self._last_s >= _EVERY_S:
+        if time.perf_counter() >= self._due_s:
             self.visit()
 
     def visit(self) -> None:
         """Times whole runs of loads, not single ones: a pass waits for slow loads too. Of 4 MiB the mean was 2.2 GB/s,
         the median 3.0."""
+        start_s = time.perf_counter()
         for _ in range(_TURNS):
             for nbytes, times in self._times.items():
                 times.append(self._file.loads_s(self._file.reader, nbytes, 8))
@@ -193,22 +198,24 @@ class LoadVisits:
                 times.append(self._file.kv_reads_s(nbytes))
             for nbytes, times in self._pick_times.items():
                 times.append(self._file.picks_s(nbytes))
-        self._last_s = time.perf_counter()
+        now_s = time.perf_counter()
+        self._due_s = now_s + max(_EVERY_S, _EVERY_VISITS * (now_s - start_s))
+        self.visits += 1
 
-    def rates(self, tell: Tell) -> list[Rate]:
+    def rates(self, tell: Tell, until_s: float) -> list[Rate]:
         """The rates of loads, of KV reads and of reads of records, over all visits so far. Makes another visit where
         the times do not lie on a line. The alphas of KV and of records are those of a whole round of reads in flight
-        together."""
-        loads = self._fit(self._times, 1, "loads from disk", tell)
-        kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell)
-        picks = self._fit(self._pick_times, PICKS_IN_FLIGHT, "reads of records from disk", tell)
+        together. `until_s`: as for `fit_well`."""
+        loads = self._fit(self._times, 1, "loads from disk", tell, until_s)
+        kv = self._fit(self._kv_times, KV_IN_FLIGHT, "KV reads from disk", tell, until_s)
+        picks = self._fit(self._pick_times, PICKS_IN_FLIGHT, "reads of records from disk", tell, until_s)
         return [
             Rate(DISK.reads, "*", "*", loads.alpha_s, loads.slope_s, 0.0, loads.r2),
             Rate(DISK.reads, "kv_load", "*", kv.alpha_s, kv.slope_s, 0.0, kv.r2),
             Rate(DISK.reads, "pick", "*", picks.alpha_s, picks.slope_s, 0.0, picks.r2),
         ]
 
-    def _fit(self, times: dict[int, list[float]], at_once: int, figure: str, tell: Tell) -> Fit:
+    def _fit(self, times: dict[int, list[float]], at_once: int, figure: str, tell: Tell, until_s: float) -> Fit:
         def points() -> Points:
             if tried:
                 self.visit()
@@ -216,7 +223,7 @@ class LoadVisits:
             return [(at_once * nbytes, statistics.fmean(seconds)) for nbytes, seconds in times.items()]
 
         tried: list[bool] = []
-        return fit_well(points, figure, tell)
+        return fit_well(points, figure, tell, until_s)
 
 
 def largest_file(folder: Path) -> Path | None:
@@ -231,8 +238,9 @@ def _row_reads(file: ProbeFile) -> Points:
     return [(nbytes, statistics.fmean(file.read_anywhere_s(nbytes) for _ in range(8))) for nbytes in _ROW_READS]
 
 
-def _writes(folder: Path) -> Points:
-    """Rounds of writes at random offsets, over pages that were written before, as a step saves a batch's KV."""
+def _writes(folder: Path, until_s: float) -> Points:
+    """Rounds of writes at random offsets, over pages that were written before, as a step saves a batch's KV. After
+    `until_s` of `time.perf_counter` no further turn begins."""
     rng = np.random.default_rng(0)
     zeros = np.zeros(max(_WRITES) + 4096, np.uint8)
     page = zeros[-zeros.ctypes.data % 4096 :].data  # direct writes are of whole pages
@@ -241,7 +249,9 @@ def _writes(folder: Path) -> Points:
         for offset in range(0, _WRITTEN_BYTES, max(_WRITES)):
             file.write([(offset, page[: max(_WRITES)])])
         times: dict[int, list[float]] = {nbytes: [] for nbytes in _WRITES}
-        for nbytes in _WRITES * _WRITE_TURNS:
+        for turn, nbytes in product(range(_WRITE_TURNS), _WRITES):
+            if turn and time.perf_counter() > until_s:
+                break
             offsets = rng.permutation(_WRITTEN_BYTES // nbytes)[: _WRITE_ROUNDS * KV_IN_FLIGHT] * nbytes
             start_s = time.perf_counter()
             file.write([(offset, page[:nbytes]) for offset in offsets.tolist()])

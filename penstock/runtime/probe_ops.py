@@ -7,6 +7,7 @@ apart. Kernels for 1, 2, 4 and 8 rows have speeds of their own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
-from penstock.runtime.fit import Fit, Points, Tell, fit_well, middle, steady
+from penstock.runtime.fit import GOOD_R2, Fit, Points, Tell, fit, fit_well, middle, steady, straight
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
@@ -40,14 +41,13 @@ _FEW = tuple((rows,) for rows in FEW_ROWS)
 # out. Few rows are timed in between, five times. Their speed is that of the RAM, which on a shared machine swings by
 # half within seconds: two turns gave 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
 _TURNS = (*_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
-# Each kind of turn comes at least once. No other turn begins after a format's share of so many seconds: users should
-# wait a minute for the probe, not 70 s where processors and RAM are half as fast as those that took 38.
-_LEAST_TURNS, _PRODUCTS_S = len(_FEW) * 2 + 2, 25.0
+_AGAIN = 2  # times that an op whose times lie on no line is timed again
 _CONTEXT = 2048
 _STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
 _KV_WIDTH, _MOST_KV_LAYERS = 256, 32
 _LOGITS_ROWS = 64
+_MANY_LAYERS = 2  # that many rows are timed on
 PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
 
@@ -62,31 +62,27 @@ class Timed:
     seconds: float
 
 
-def op_rates(
-    kernels: Native,
-    memory_bytes: int,
-    tell: Tell,
-    formats: Sequence[str] = FORMATS,
-    kv_formats: Sequence[str] = KV_FORMATS,
-    between: Callable[[], None] = lambda: None,
-) -> list[Rate]:
-    """Rates of all ops in these formats of weights and of KV, in about `memory_bytes` of memory at a time. `between` is
-    called whenever nothing is being timed. Raises StorageFailed where the system refuses memory."""
-    rates: list[Rate] = []
-    for kind in formats:
-        layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
-        try:
-            rates += layers.rates(tell, between, _PRODUCTS_S / len(formats), every_op=not rates)
-        finally:
-            layers.close()
-    for kv in kv_formats:
-        layers = Layers(Format("int4", DEFAULT_GROUP), parse_format(kv), kernels, memory_bytes, mostly_kv=True)
-        try:
-            rates += layers.attention_rates(kv, tell)
-        finally:
-            layers.close()
-        between()
-    return rates
+def product_rates(
+    kind: str, kernels: Native, memory_bytes: int, tell: Tell, between: Callable[[], None], until_s: float,
+    every_op: bool,
+) -> list[Rate]:  # fmt: skip
+    """The rates of products of weights in a format, in about `memory_bytes` of memory. The rest as for `Layers.rates`.
+    Raises StorageFailed where the system refuses memory."""
+    layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
+    try:
+        return layers.rates(tell, between, until_s, every_op)
+    finally:
+        layers.close()
+
+
+def kv_rates(kv: str, kernels: Native, memory_bytes: int, tell: Tell, until_s: float) -> list[Rate]:
+    """The rates of attention over KV in a format, in about `memory_bytes` of memory. `until_s`: as for `fit_well`.
+    Raises StorageFailed where the system refuses memory."""
+    layers = Layers(Format("int4", DEFAULT_GROUP), parse_format(kv), kernels, memory_bytes, mostly_kv=True)
+    try:
+        return layers.attention_rates(kv, tell, until_s)
+    finally:
+        layers.close()
 
 
 class Layers:
@@ -106,60 +102,79 @@ class Layers:
         self._programs.clear()
         self._arenas.close()
 
-    def rates(self, tell: Tell, between: Callable[[], None], most_s: float, every_op: bool) -> list[Rate]:
-        """The rates of products, in at most about `most_s` seconds; with `every_op` also those of all other ops, which
-        do not depend on the format. `between` is called between two turns."""
-        kind, rates = self.weights.kind, []
-        timed: dict[tuple[int, ...], list[dict[str, Fit]]] = {}
-        start_s = time.perf_counter()
-        for turn, rows in enumerate(_TURNS):
-            if turn >= _LEAST_TURNS and time.perf_counter() - start_s > most_s:
-                break
-            over = "bytes" if rows in _FEW else "flops"
-            timed.setdefault(rows, []).append(self._fits(PRODUCTS, rows, over, tell))
-            between()
+    def rates(self, tell: Tell, between: Callable[[], None], until_s: float, every_op: bool) -> list[Rate]:
+        """The rates of products; with `every_op` also those of all other ops, which do not depend on the format.
+        `between` is called between two turns. `until_s`: a time of `time.perf_counter`, after which no turn begins but
+        those of few rows. What has had no turn by then is missing from the rates."""
+        rates: list[Rate] = []
+        if every_op:
+            for op, points in self._points(ROW_OPS, (1, 64, 512), "bytes").items():
+                line = self._again(op, (1, 64, 512), "bytes", [fit(points)], tell, until_s)
+                rates.append(Rate(CPU, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+        timed = self._turns(between, until_s)
         s_per_byte: dict[str, float] = {}
         for rows, turns in timed.items():
+            over, choose = ("bytes", middle) if rows in _FEW else ("flops", _steady)
             for op in PRODUCTS:
-                line = middle([turn[op] for turn in turns]) if rows in _FEW else steady(turns[0][op], turns[-1][op])
+                line = self._again(op, rows, over, [fit(turn[op]) for turn in turns], tell, until_s, choose)
                 if rows in _FEW:
                     s_per_byte.setdefault(op, line.slope_s)
-                    rates.append(Rate(CPU, op, kind, line.alpha_s, line.slope_s, 0.0, line.r2, rows[0]))
+                    rates.append(Rate(CPU, op, self.weights.kind, line.alpha_s, line.slope_s, 0.0, line.r2, rows[0]))
                     continue
                 most = 0 if rows is _MANY_ROWS else rows[-1]
-                rates.append(Rate(CPU, op, kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most))
-        if every_op:
-            for op, line in self._fits(ROW_OPS, (1, 64, 512), "bytes", tell).items():
-                rates.append(Rate(CPU, op, "*", line.alpha_s, line.slope_s, 0.0, line.r2))
+                rates.append(
+                    Rate(CPU, op, self.weights.kind, line.alpha_s, s_per_byte[op], line.slope_s, line.r2, most)
+                )
         return rates
 
-    def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
+    def _turns(self, between: Callable[[], None], until_s: float) -> dict[tuple[int, ...], list[dict[str, Points]]]:
+        """Rows of a turn → for each time that it came, each product's points. A turn that would end after `until_s`,
+        by the time that the like took before, does not begin."""
+        timed: dict[tuple[int, ...], list[dict[str, Points]]] = {}
+        taken_s: dict[tuple[int, ...], float] = {}
+        for rows in _TURNS:
+            start_s = time.perf_counter()
+            foretold_s = taken_s.get(rows, 0.0)
+            if rows is _MANY_ROWS and not foretold_s:  # by the arithmetic
+                share = min(_MANY_LAYERS, self._layers) / self._layers
+                foretold_s = taken_s.get(_SOME_ROWS, 0.0) * sum(_MANY_ROWS) / sum(_SOME_ROWS) * share
+            if (rows not in _FEW or rows in timed) and start_s + foretold_s > until_s:
+                continue
+            over = "bytes" if rows in _FEW else "flops"
+            timed.setdefault(rows, []).append(self._points(PRODUCTS, rows, over))
+            taken_s[rows] = time.perf_counter() - start_s
+            between()
+        return timed
+
+    def attention_rates(self, kv: str, tell: Tell, until_s: float) -> list[Rate]:
         """The rates of attention over KV in this format, which these layers have."""
         places = _STARTS, (0, _CONTEXT - _MANY_ROWS[-1]), _MANY_ROWS[-1]
-        return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell)
+        return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell, until_s)
 
-    def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
-        """For each op a line of seconds over `over`, "bytes" or "flops". All ops are timed together. An op whose times
-        do not lie on a line is timed again by itself."""
+    def _points(self, ops: Sequence[str], rows: Sequence[int], over: str) -> dict[str, Points]:
+        """For each op its seconds over `over`, "bytes" or "flops". All ops are timed together."""
         timed = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
-        first = {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
-        lines = {}
-        for op in ops:
+        return {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
 
-            def measure(op: str = op) -> Points:
-                if op in first:
-                    return first.pop(op)
-                again = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, (op,))]
-                return [(float(getattr(t, over)), t.seconds) for t in again]
-
-            lines[op] = fit_well(measure, f"{op}, {self.weights.name}, {rows[-1]} rows", tell)
-        return lines
+    def _again(
+        self, op: str, rows: Sequence[int], over: str, fits: list[Fit], tell: Tell, until_s: float,
+        choose: Callable[[Sequence[Fit]], Fit] = middle,
+    ) -> Fit:  # fmt: skip
+        """One of the fits of an op. Where none of them is straight, the op is timed again by itself, twice at most."""
+        for _ in range(_AGAIN):
+            before = max(line.r2 for line in fits)
+            if before >= GOOD_R2 or time.perf_counter() > until_s:
+                break
+            again = fit(self._points((op,), rows, over)[op])
+            tell(f"{op}, {self.weights.name}, {rows[-1]} rows: measured again, r² {before:.2f}, then {again.r2:.2f}")
+            fits = [*fits, again]
+        return choose(straight(fits))
 
     def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[Timed]:
         """Mean times per op and size, over layers and repeats, after a round to warm up. Many rows are timed on two
         layers only: these are more than a cache holds, and take long."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
-        most = 2 if rows > _SOME_ROWS[-1] else self._layers
+        most = _MANY_LAYERS if rows > _SOME_ROWS[-1] else self._layers
         calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, most)
         times: dict[tuple[str, int, int], list[float]] = {}
         for repeat in range(repeats + 1 if rows <= FEW_ROWS[-1] else 3):
@@ -187,7 +202,7 @@ class Layers:
 
 def attention_rates(
     lane: Lane, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
-    rows: int, tell: Tell,
+    rows: int, tell: Tell, until_s: float = math.inf,
 ) -> list[Rate]:  # fmt: skip
     """The rates of attention over KV in one format: for one row at each position of `decodes`, and for `rows` rows from
     each position of `prefills` on. `time(rows, start)` times attention's calls of so many rows, the first at position
@@ -200,12 +215,16 @@ def attention_rates(
         return [(t.flops, t.seconds) for start in prefills for t in time(rows, start)]
 
     device_note = "" if lane == CPU else ", device"
-    few = fit_well(decode, f"attend, {kv}, 1 row{device_note}", tell)
-    many = fit_well(prefill, f"attend, {kv}, many rows{device_note}", tell)
+    few = fit_well(decode, f"attend, {kv}, 1 row{device_note}", tell, until_s)
+    many = fit_well(prefill, f"attend, {kv}, many rows{device_note}", tell, until_s)
     return [
         Rate(lane, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
         Rate(lane, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
     ]
+
+
+def _steady(fits: Sequence[Fit]) -> Fit:
+    return steady(fits[0], fits[-1])
 
 
 def _typical(taken: list[float]) -> float:

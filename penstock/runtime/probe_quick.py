@@ -1,10 +1,9 @@
 """Measures this machine in some two seconds: what differs most between machines is measured, and the rest is scaled
-from the figures of a machine with the same instruction set that was measured whole (`machines/profiles`).
+from the figures of a machine like it (`runtime/probe_scaled`).
 
-Measured are: an FFN of one row and of a few in the format in use, loads from the disk, and single small reads. All
-other kernels follow the FFN's: what waits for bytes follows that of one row, what waits for arithmetic that of a few.
-Other reads and writes follow the disk's. The speed of reading RAM (`runtime/ceilings`) is not measured: beside busy
-processors it came out at a third of that on free ones, where an FFN of one row kept 0.7 to 1.0 of its own.
+Measured are: an FFN of one row and of a few in the format in use, loads from the disk, and single small reads. The
+speed of reading RAM (`runtime/ceilings`) is not measured: beside busy processors it came out at a third of that on free
+ones, where an FFN of one row kept 0.7 to 1.0 of its own.
 
 `python -m penstock.runtime.probe_quick FOLDER FORMAT` prints the machine as JSON.
 """
@@ -14,26 +13,24 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-import penstock
 from penstock.errors import PenstockError
 from penstock.kernels import cpu
 from penstock.runtime import host
 from penstock.runtime.bind_native import native
-from penstock.runtime.probe import of_this_machine
 from penstock.runtime.probe_disk import UNIT_BYTES, probe_file
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, Layers
+from penstock.runtime.probe_ops import Layers
+from penstock.runtime.probe_scaled import Ratios, profile, scaled, seconds
+from penstock.runtime.this_machine import of_this_machine
 from penstock.spec import machine as machines
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import MachineSpec, Rate
-from penstock.spec.places import CPU, DISK, is_disk
-from penstock.store.files import read_text
+from penstock.spec.machine import MachineSpec
+from penstock.spec.places import CPU, DISK
 from penstock.units import KIB, MIB
 
 _MEMORY_BYTES = 192 * MIB  # of weights: two layers in int4, which no cache holds
@@ -42,27 +39,6 @@ _SOME_ROWS = 16
 _PRODUCT_S, _DISK_S, _SMALL_READS_S = 0.3, 0.4, 0.1
 _FILE_BYTES = 48 * MIB  # of a file that is written where no model lies on the disk yet
 _SMALL_READ, _LOADS = 64 * KIB, 4
-_PROFILES = Path(penstock.__file__).parent / "machines" / "profiles"
-_NEAREST = "avx2"  # stands for instruction sets of which no machine was measured yet: those of ARM, and portable code
-
-
-@dataclass(frozen=True)
-class Ratios:
-    """How many times as long this machine takes as the one of the profile. `few`, `some`: for an FFN of one row, and of
-    some. `disk`: for loads. `small`: for a small read."""
-
-    few: float
-    some: float
-    disk: float
-    small: float
-
-
-def profile(isa: str) -> MachineSpec:
-    """The machine that was measured whole with these instructions, or the nearest one."""
-    file = _PROFILES / f"{isa}.json"
-    if not file.exists():
-        file = _PROFILES / f"{_NEAREST}.json"
-    return machines.loads(read_text(file), str(file))
 
 
 def quick_probe(folder: Path, kind: str) -> MachineSpec:
@@ -83,8 +59,8 @@ def quick_probe(folder: Path, kind: str) -> MachineSpec:
     ratios = Ratios(
         few,
         some,
-        load_s / _seconds(like.rate(DISK.reads, "load", "*"), UNIT_BYTES),
-        small_s / _seconds(like.rate(DISK.reads, "fetch", "*"), _SMALL_READ),
+        load_s / seconds(like.rate(DISK.reads, "load", "*"), UNIT_BYTES),
+        small_s / seconds(like.rate(DISK.reads, "fetch", "*"), _SMALL_READ),
     )
     return of_this_machine(
         scaled(like.rates, ratios),
@@ -101,44 +77,16 @@ def _ffn_ratio(layers: Layers, rows: int, like: MachineSpec, kind: str) -> float
     rate, until_s, ratios = like.rate(CPU, "ffn", kind, rows), time.perf_counter() + _PRODUCT_S, list[float]()
     while not ratios or time.perf_counter() < until_s:
         for timed in layers.time(rows, 0, ("ffn",), repeats=1):
-            ratios.append(timed.seconds / _seconds(rate, timed.bytes, timed.flops))
+            ratios.append(timed.seconds / seconds(rate, timed.bytes, timed.flops))
     return statistics.median(ratios)
 
 
-def _repeated_s(measure: Callable[[], float], seconds: float) -> float:
+def _repeated_s(measure: Callable[[], float], for_s: float) -> float:
     """The mean of a measurement that is repeated for so long: a pass waits for slow reads too."""
-    until_s, found = time.perf_counter() + seconds, list[float]()
+    until_s, found = time.perf_counter() + for_s, list[float]()
     while not found or time.perf_counter() < until_s:
         found.append(measure())
     return statistics.fmean(found)
-
-
-def _seconds(rate: Rate, nbytes: int, flops: int = 0) -> float:
-    return rate.alpha_s + max(nbytes * rate.s_per_byte, flops * rate.s_per_flop)
-
-
-def scaled(rates: Sequence[Rate], ratios: Ratios) -> tuple[Rate, ...]:
-    """The rates of the profile's machine as they are expected here."""
-    return tuple(_scaled(rate, ratios) for rate in rates)
-
-
-def _scaled(rate: Rate, ratios: Ratios) -> Rate:
-    """What Python does between kernels stays."""
-    if is_disk(rate.lane):
-        begin = {"fetch": ratios.small, "kv_load": ratios.small, "task": 1.0}.get(rate.op, ratios.disk)
-        return _times(rate, begin, ratios.disk, 1.0)
-    begin = ratios.few if rate.op in PRODUCTS else 1.0
-    by_bytes = ratios.some if rate.op in ROW_OPS else ratios.few  # rows lie in a cache
-    return _times(rate, begin, by_bytes, ratios.some)
-
-
-def _times(rate: Rate, alpha: float, by_bytes: float, by_flops: float) -> Rate:
-    return replace(
-        rate,
-        alpha_s=rate.alpha_s * alpha,
-        s_per_byte=rate.s_per_byte * by_bytes,
-        s_per_flop=rate.s_per_flop * by_flops,
-    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,51 +65,61 @@ class _Tried:
         return math.exp(statistics.median(self.logs))
 
 
-def best_reads(loads_s: LoadsS) -> tuple[Reads, ...]:
-    """The best ways to read loads of at most 1 MiB, and to read larger ones, in this order."""
+def best_reads(loads_s: LoadsS, until_s: float = math.inf) -> tuple[Reads, ...]:
+    """The best ways to read loads of at most 1 MiB, and to read larger ones, in this order. After `until_s` of
+    `time.perf_counter` nothing more is tried: what was not found out by then is missing."""
     try:
         _native.Reader("io_uring", 1, MIB)
         refused = ""
     except OSError as error:
         refused = f"this system refuses io_uring ({error.strerror})"
-    return (_small(loads_s, refused), _large(loads_s, refused))
+    small, large = _small(loads_s, refused, until_s), _large(loads_s, refused, until_s)
+    return tuple(reads for reads in (small, large) if reads is not None)
 
 
-def _large(loads_s: LoadsS, refused: str) -> Reads:
+def _large(loads_s: LoadsS, refused: str, until_s: float) -> Reads | None:
     ways = [Way("threads", depth, block) for block in BLOCKS for depth in DEPTHS]
-    first = _compare(ways, loads_s, ((_LOAD, 4),), 2)
+    first = _compare(ways, loads_s, ((_LOAD, 4),), 2, until_s)
+    if not first:
+        return None
     # The best way of each depth is among them, so that no depth drops out by bad luck.
     finalists = [min((w for w in ways if w.depth == depth), key=lambda w: first[w].ratio) for depth in DEPTHS]
     others = sorted(set(ways) - set(finalists), key=lambda w: first[w].ratio)
     finalists += others[: _FINALISTS - len(finalists)]
-    tried = _compare(finalists, loads_s, _LARGE_TURN, _FINAL_TURNS)
+    tried = _compare(finalists, loads_s, _LARGE_TURN, _FINAL_TURNS, until_s) or first
     best = choose({way: times.ratio for way, times in tried.items()})
-    chosen, final, why = _engine(best, loads_s, _LARGE_TURN, refused)
+    chosen, final, why = _engine(best, tried[best], loads_s, _LARGE_TURN, refused, until_s)
     slow = Way("threads", 1, BLOCKS[0])
     beside = f"one of {format_bytes(slow.block_bytes)} at a time took {first[slow].ratio / first[best].ratio:.1f} times"
     return _reads(chosen, final, 0, f"{beside} as long; {why}")
 
 
-def _small(loads_s: LoadsS, refused: str) -> Reads:
+def _small(loads_s: LoadsS, refused: str, until_s: float) -> Reads | None:
     sizes = tuple((nbytes, _SMALL_COUNT) for nbytes in _SMALL_LOADS)
     ways = [Way("threads", depth, SMALL) for depth in DEPTHS]
-    tried = _compare(ways, loads_s, sizes, 4)
+    tried = _compare(ways, loads_s, sizes, 4, until_s)
+    if not tried:
+        return None
     best = choose({way: times.ratio for way, times in tried.items()})
-    chosen, final, why = _engine(best, loads_s, sizes, refused)
+    chosen, final, why = _engine(best, tried[best], loads_s, sizes, refused, until_s)
     return _reads(chosen, final, SMALL, why)
 
 
-def _engine(way: Way, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str) -> tuple[Way, _Tried, str]:
+def _engine(
+    way: Way, before: _Tried, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str, until_s: float
+) -> tuple[Way, _Tried, str]:
     """The way itself, or the same with an io_uring where that is faster by the margin; its times; and the reason.
-    `refused`: why this system has no io_uring, or "" where it has."""
+    `before`: its times as known. `refused`: why this system has no io_uring, or "" where it has."""
     other = Way("io_uring", way.depth, way.block_bytes)
     if refused:
-        return way, _compare([way], loads_s, sizes, 3)[way], refused
-    tried = _compare([way, other], loads_s, sizes, _ENGINE_TURNS)
+        return way, _compare([way], loads_s, sizes, 3, until_s).get(way, before), refused
+    tried = _compare([way, other], loads_s, sizes, _ENGINE_TURNS, until_s)
+    if not tried:
+        return way, before, "io_uring was not tried for want of time"
     gains = [math.exp(a - b) for a, b in zip(tried[way].logs, tried[other].logs, strict=True)]
     gain, wins = statistics.median(gains), sum(turn > 1 for turn in gains)
     told = f"io_uring took {1 / gain:.0%} of the time of threads, and less in {wins} of {len(gains)} turns"
-    if gain >= _MARGIN and wins >= _ENGINE_TURNS - 1:
+    if gain >= _MARGIN and wins >= _ENGINE_TURNS - 1:  # never by fewer turns
         return other, tried[other], told
     return way, tried[way], f"{told}: not surely {_MARGIN - 1:.0%} faster"
 
@@ -127,22 +138,34 @@ def choose(ratios: dict[Way, float]) -> Way:
     return min((way for way in ratios if ratios[way] <= best * _EQUAL), key=lambda way: (way.depth, -way.block_bytes))
 
 
-def _compare(ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int) -> dict[Way, _Tried]:
-    """Times all ways in each of `turns` turns. `sizes`: (bytes of a load, how many such loads a turn has)."""
+def _compare(
+    ways: Sequence[Way], loads_s: LoadsS, sizes: Sequence[tuple[int, int]], turns: int, until_s: float
+) -> dict[Way, _Tried]:
+    """Times all ways in each of `turns` turns. `sizes`: (bytes of a load, how many such loads a turn has). A turn that
+    is not over by `until_s` does not count, and is the last; {} where none is."""
     rng = np.random.default_rng(0)
     logs_by_way: dict[Way, list[float]] = {way: [] for way in ways}
     largest: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(turns):
-        logs = {}
+        logs, largest_s = {}, {}
         for i in rng.permutation(len(ways)):
+            if time.perf_counter() > until_s:
+                break
             way = ways[i]
             # One reader at a time: those of all ways together would have 100 threads.
             reader = _native.Reader(way.engine, way.depth, way.block_bytes)
             seconds_by_size = [loads_s(reader, nbytes, count) for nbytes, count in sizes]
             reader.close()
             logs[way] = statistics.fmean(math.log(seconds) for seconds in seconds_by_size)
-            largest[way].append(seconds_by_size[-1])
+            largest_s[way] = seconds_by_size[-1]
+        if len(logs) < len(ways):
+            break
         mean = statistics.fmean(logs.values())
         for way, log in logs.items():
             logs_by_way[way].append(log - mean)
-    return {way: _Tried(tuple(logs_by_way[way]), sizes[-1][0] / statistics.median(largest[way])) for way in ways}
+            largest[way].append(largest_s[way])
+    return {
+        way: _Tried(tuple(logs_by_way[way]), sizes[-1][0] / statistics.median(largest[way]))
+        for way in ways
+        if largest[way]
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.serve.scheduler import Scheduler, Step
 
@@ -28,15 +28,22 @@ class Counts:
 
 
 @dataclass
-class Tally:
-    """The part of `Counts` that only grows."""
+class TokenCounts:
+    """Tokens of prompts, of prompts whose keys and values were there already, and of answers."""
 
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+@dataclass
+class Tally:
+    """The part of `Counts` that only grows. `tokens.prompt`: those that went through the model."""
+
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     answered: int = 0
     failed: int = 0
     cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
     passes: int = 0
     passes_s: float = 0.0
 
@@ -44,9 +51,9 @@ class Tally:
         """A pass that took `taken_s`. `silent`: so many of its requests say nothing, though the scheduler counts a
         token. `cached_tokens`: of the requests that began with it."""
         rows = [each for members in step.rows for each in members]
-        self.prompt_tokens += sum(each.tokens for each in rows if each.reads)
-        self.output_tokens += sum(each.says for each in rows) - silent
-        self.cached_tokens += cached_tokens
+        self.tokens.prompt += sum(each.tokens for each in rows if each.reads)
+        self.tokens.output += sum(each.says for each in rows) - silent
+        self.tokens.cached += cached_tokens
         self.passes += 1
         self.passes_s += taken_s
 
@@ -54,7 +61,7 @@ class Tally:
         """All counts, with what the scheduler has to do."""
         pages = scheduler.pages
         return Counts(
-            scheduler.running, scheduler.waiting, self.answered, self.failed, self.cancelled, self.prompt_tokens,
-            self.cached_tokens, self.output_tokens, self.passes, self.passes_s, pages.count, pages.had, pages.kept,
+            scheduler.running, scheduler.waiting, self.answered, self.failed, self.cancelled, self.tokens.prompt,
+            self.tokens.cached, self.tokens.output, self.passes, self.passes_s, pages.count, pages.had, pages.kept,
             scheduler.given_back,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
-from penstock.serve.sampling import log_softmax
+from penstock.serve.log_probabilities import log_softmax
 
 WINDOW_TOKENS = 512
 _MOST_NLL = 700.0  # nats a token: e^700 is about the largest float64, and no model needs a worse figure

@@ -70,7 +70,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Fired:
+class HowFired:
     """What was measured of a layer, or the means of several: `active`, the share of neurons that fire for a token;
     `hot`, the share of neurons whose rates are to make 80 % of all activations, and `made`, the share that these make;
     `alike`, the share of a token's live neurons that were live for the token before it too."""
@@ -130,7 +130,7 @@ def _zipf(neurons: int, steepness: float) -> NDArray[np.float64]:
 
 def find_shifts(
     spec: ModelSpec, weights: Format, seed: int, rates: Rates, on_progress: Progress | None = None
-) -> tuple[dict[int, Float32], tuple[Fired, ...]]:
+) -> tuple[dict[int, Float32], tuple[HowFired, ...]]:
     """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
     than a layer's weights are in memory. Raises DoesNotFit, StorageFailed where the system refuses memory, and
     BadRequest where an FFN's inputs have nothing in common, or where what is activated does not lie in tiles."""
@@ -140,7 +140,7 @@ def find_shifts(
     shifts: dict[int, Float32] = {}
     maker = RandomWeights(spec, seed, shifts=shifts)
     tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)
-    fired: list[Fired] = []
+    fired: list[HowFired] = []
     x: Float32 | None = None
     layer = _OneLayer(spec, weights, maker, 0)
     try:
@@ -157,9 +157,9 @@ def find_shifts(
     return shifts, tuple(fired)
 
 
-def together(fired: Sequence[Fired]) -> Fired:
+def together(fired: Sequence[HowFired]) -> HowFired:
     """The means over the layers."""
-    return Fired(*(sum(values) / len(fired) for values in zip(*map(astuple, fired), strict=True)))
+    return HowFired(*(sum(values) / len(fired) for values in zip(*map(astuple, fired), strict=True)))
 
 
 def _width(spec: ModelSpec) -> int:
@@ -198,7 +198,7 @@ class _OneLayer:
     def run(
         self, index: int, tokens: NDArray[np.int32], x: Float32 | None, rates: NDArray[np.float64],
         shifts: dict[int, Float32],
-    ) -> tuple[Float32, Fired]:  # fmt: skip
+    ) -> tuple[Float32, HowFired]:  # fmt: skip
         """Finds the shifts of layer `index`, and puts them into `shifts`. tokens int32 [windows, tokens]. `x` float32
         [T, D]: what the layer before has left; None for the first. Returns what this one leaves, and what was
         measured."""
@@ -208,7 +208,7 @@ class _OneLayer:
         ids = layout.act(HOST, p.batches[0].id, "tokens", 4 * tokens.size)
         self._arenas.view(ids).view(np.int32)[...] = tokens.reshape(-1)
         self._binding.begin()
-        measured: Fired | None = None
+        measured: HowFired | None = None
         for call in (call for task in self._lowering.step(p) for call in task.calls):
             if isinstance(call.operands, ops.Ffn):
                 h = self._arenas.array(call.operands.h, np.float32, shape)
@@ -240,7 +240,7 @@ class _OneLayer:
         moved[: count // 2] = rng.integers(0, spec.max_positions, (count // 2, width))
         x += table[moved.reshape(-1)] - table[at.reshape(-1)]
 
-    def _find(self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64]) -> tuple[Float32, Fired]:
+    def _find(self, h: Float32, windows: tuple[int, ...], rates: NDArray[np.float64]) -> tuple[Float32, HowFired]:
         """The shifts [N] for inputs h float32 [T, D], and what was measured."""
         part = self._plan.parts["0.ffn"]
         weights = self._arenas.view(self._slots["0.ffn"]).reshape(part.granules, part.granule_bytes)
@@ -285,9 +285,9 @@ class _Counts:
         self._both += int((by_window[:, 1:] & by_window[:, :-1]).sum())
         self._after += int(by_window[:, 1:].sum())
 
-    def found(self, rates: NDArray[np.float64]) -> Fired:
+    def found(self, rates: NDArray[np.float64]) -> HowFired:
         """`rates` [N]: those that the neurons were given."""
         total, tokens, order = int(self._fired.sum()), math.prod(self._windows) // 2, np.argsort(-rates)
         hot = int(np.searchsorted(rates[order].cumsum(), HOT_SHARE * rates.sum())) + 1
         made = self._fired[order[:hot]].sum() / max(1, total)
-        return Fired(total / tokens / len(rates), hot / len(rates), float(made), self._both / max(1, self._after))
+        return HowFired(total / tokens / len(rates), hot / len(rates), float(made), self._both / max(1, self._after))

@@ -51,11 +51,12 @@ class Newcomer(NamedTuple):
 def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[Arrival]) -> list[Foretold]:
     """What becomes of each request. `arrivals`: in the order in which they come."""
     scheduler = Scheduler(plan, prompt_rows, len(arrivals), _filler)
-    clock = _Clock(scheduler, times, {})
+    clock = Clock(scheduler, times, {})
     coming = 0
     while len(clock.end_s) < len(arrivals):
         while coming < len(arrivals) and arrivals[coming].at_s <= clock.now_s:
-            clock.submit(coming, arrivals[coming])
+            at_s, prompt, output = arrivals[coming]
+            clock.submit(coming, _filler(coming, 0, prompt), output, at_s)
             coming += 1
         if not clock.step():
             clock.now_s = arrivals[coming].at_s
@@ -75,10 +76,10 @@ def newcomer(
     left            tokens that each of its requests will say after that pass
     """
     begin_s = now_s + _pass_s(scheduler.underway, times) / 2
-    clock = _Clock(scheduler, times, left, begin_s)
+    clock = Clock(scheduler, times, left, begin_s)
     scheduler.end([request for request, tokens in left.items() if tokens <= 0])
     number = max(left, default=-1) + 1
-    clock.submit(number, Arrival(now_s, prompt, output))
+    clock.submit(number, _filler(number, 0, prompt), output, now_s)
     place = scheduler.place(number, now_s)
     for _ in range(MOST_PASSES):
         if number in clock.end_s or not clock.step():
@@ -113,19 +114,22 @@ def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]
     return found
 
 
-class _Clock:
+class Clock:
     """A scheduler and a clock that its passes move. Of each request that was submitted here: when it got a sequence,
-    when it said its first token and when its last. `left`: tokens that requests which are there already will say."""
+    when it said its first token and when its last. `left`: tokens that requests which are there already will say.
+    `rows`, `over`: rows of the latest pass, and the requests that ended in it."""
 
     def __init__(self, scheduler: Scheduler, times: PassTimes, left: Mapping[int, int], now_s: float = 0.0) -> None:
         self._scheduler, self._times, self._left, self.now_s = scheduler, times, dict(left), now_s
         self.begin_s: dict[int, float] = {}
         self.first_s: dict[int, float] = {}
         self.end_s: dict[int, float] = {}
+        self.rows, self.over = 0, list[int]()
 
-    def submit(self, number: int, arrival: Arrival) -> None:
-        self._scheduler.submit(number, _filler(number, 0, arrival.prompt), 0, arrival.at_s)
-        self._left[number] = arrival.output
+    def submit(self, number: int, prompt: Ids, output: int, at_s: float) -> None:
+        """A request comes, with a prompt int32 [n], that will say `output` tokens."""
+        self._scheduler.submit(number, prompt, 0, at_s)
+        self._left[number] = output
 
     def step(self) -> bool:
         """Takes the next pass. False where nobody wants one."""
@@ -135,15 +139,15 @@ class _Clock:
         for each in rows:
             self.begin_s.setdefault(each.request, self.now_s)
         self.now_s += _pass_s(rows, self._times)
-        over = []
+        self.rows, self.over = sum(each.tokens for each in rows), []
         for each in rows:
             if each.says:
                 self.first_s.setdefault(each.request, self.now_s)
             self._left[each.request] -= each.says
             if self._left[each.request] <= 0:
-                over.append(each.request)
+                self.over.append(each.request)
                 self.end_s[each.request] = self.now_s
-        self._scheduler.end(over)
+        self._scheduler.end(self.over)
         return True
 
 

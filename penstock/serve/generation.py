@@ -10,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.planner.predict import Prediction
-from penstock.serve.sampling import Likely
+from penstock.serve.log_probabilities import Likely
 from penstock.serve.scores import Scores
 
 
 class Used(NamedTuple):
-    """Tokens of prompts and of answers to them. `cached`: of the prompts, that were read for earlier ones."""
+    """Tokens of prompts and of answers to them. `cached`: of the prompts, that were read for earlier ones. `wait_s`:
+    seconds until the first of the answers had a sequence."""
 
     prompt: int
     output: int
     cached: int
+    wait_s: float
 
 
 @dataclass
@@ -27,7 +29,8 @@ class Generation:
     """An answer to a prompt. Byte counts are of the whole batch that it ran in.
 
     `finish_reason`: stop (end of text or a stop string) or length. `context_full`: the answer ends because the context
-    is full, before the length that was asked for. `ttft_s`: seconds from the request to its first token.
+    is full, before the length that was asked for. `wait_s`: seconds from the request until it had a sequence, where
+    others were before it. `ttft_s`: seconds from the request to its first token.
     `inter_token_s`: seconds between its tokens."""
 
     prompt_tokens: int
@@ -42,6 +45,7 @@ class Generation:
     finish_reason: str = ""
     stopped_by: str | None = None  # the stop string, where one ended it
     context_full: bool = False
+    wait_s: float = 0.0
     ttft_s: float = 0.0
     batch_ttft_s: float = 0.0  # until every sequence of the batch had its first token
     inter_token_s: list[float] = field(default_factory=list)
@@ -117,4 +121,5 @@ def used(prompt_tokens: int, answers: Sequence[Generation], n: int) -> Used:
     """The tokens of whole answers, of which each prompt has `n`, one after the other. A prompt counts once, and what
     was there of it already is what its first answer found."""
     said = sum(answer.output_tokens for answer in answers)
-    return Used(prompt_tokens, said, sum(answer.cached_tokens for answer in answers[::n]))
+    cached = sum(answer.cached_tokens for answer in answers[::n])
+    return Used(prompt_tokens, said, cached, min((answer.wait_s for answer in answers), default=0.0))

@@ -31,6 +31,10 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# The text of a JSON string, up to ten letters: which entries of the vocabulary are such a text is found once, and not
+# for each mask of a string. With 128k entries a mask of a schema of strings takes 0.24 ms of processor time on average,
+# and 0.40 without. A second slice, up to thirty letters, gains 0.05 ms more, and takes 11 MiB.
+_SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}']
 FEW = 64  # ids that are told one by one
 _NOT_ZERO = re.compile(rb"[^\0]")
 _COMPILED = 8  # rules that are kept, so that the answers to one request share one
@@ -46,10 +50,9 @@ class Matchers:
         import llguidance
 
         self._llguidance = llguidance
-        # One id more stands for all ids that end a text. Without slices a free string's first mask takes 1 ms for 128k
-        # entries and not 0.1 ms, and the child has 27 MiB less.
+        # One id more stands for all ids that end a text.
         vocabulary = _Tokens([token.encode("latin-1") for token in tokens])
-        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=len(tokens), slices=[])  # type: ignore[arg-type]
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=len(tokens), slices=_SLICES)  # type: ignore[arg-type]
         vocabulary.tokens, vocabulary.greedy = [], self._tokenizer.greedy_tokenize
         self._limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()

@@ -39,6 +39,16 @@ class Held:
                     held.extend(ids[first : first + rows].tolist())
                 first += rows
 
+    def broke_off(self, p: Pass) -> None:
+        """A pass was broken off, by Ctrl-C. It has written nothing before the rows that it computes, so what its
+        sequences held before these is there still."""
+        if any(batch.pages for batch in p.batches):
+            self._ids.clear()
+            return
+        for batch in p.batches:
+            for seq, start in zip(batch.seqs, batch.start, strict=True):
+                del self._ids.setdefault(seq, array("i"))[start:]
+
     def forget(self) -> None:
         """What sequences hold is not known any more: a pass failed."""
         self._ids.clear()

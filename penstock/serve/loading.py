@@ -13,6 +13,7 @@ from penstock.planner.predict import predict
 from penstock.planner.routing import RouterTrace
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.planner.solve.ours.ram import require_minimum
+from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import Chosen, choose
@@ -37,16 +38,17 @@ class Loading(Running):
 
     `machine`: its figures; None for this one, which is probed once. `beside_bytes`: memory that the process takes for
     other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
-    answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that
-    was chosen already. `cache`: the folder of machine files and of KV on a disk; None for the user's. `plan`: is taken
-    as it is; None to make one. `verify`: every byte is compared with its checksum when it is read first. `tokenizer`:
-    the model's, where it is open already.
+    answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
+    of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
+    make the plan of another system, one of `planner.solve.families.FAMILIES`. `verify`: every byte is compared with its
+    checksum when it is read first. `tokenizer`: the model's, where it is open already.
     """
 
     machine: MachineSpec | None = None
     device: str | Chosen = "auto"
     cache: Path | None = None
     plan: Plan | None = None
+    family: str | None = None
     verify: bool = True
     tokenizer: Tokenizer | None = None
     beside_bytes: int = 0
@@ -144,11 +146,28 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         shown = as_runs_show(file, chosen.machine, packed.weights.name, sparsity_of(sparsity, packed.spec))
         chosen = replace(chosen, machine=shown.machine)
     trace = routers_of(packed.folder, packed.spec, sparsity)
-    if how.plan is None:
+    if how.plan is None and how.family is not None:
+        problem = Problem(settle_context(ask, packed.spec), packed.spec, packed.weights, chosen.machine, trace, firing)
+        solved = _as_given(_of_family(how.family, problem), ask, packed, chosen, firing, trace)
+    elif how.plan is None:
         solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
     else:
+        assert how.plan is not None
         solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
     return Planned(ask, how, solved, chosen, file, shown, trace)
+
+
+def _of_family(family: str, problem: Problem) -> Plan:
+    """Raises BadRequest where the family has no plan for this problem."""
+    from penstock.planner.solve.families import plan_of  # with solvers that most runs do not ask
+
+    plan = plan_of(family, problem)
+    if plan is None:
+        raise BadRequest(
+            f"--family {family} has no plan here: it takes a device, which does not hold all weights, RAM for the"
+            " others, and experts where the family is about them, or none"
+        )
+    return plan
 
 
 def _as_given(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.serve.generation import Generation
-from penstock.serve.sampling import Likely
+from penstock.serve.log_probabilities import Likely
 
 Prompt = str | Sequence[int]
 # Ids beside texts are refused when it runs. As a union of two sequences mypy would not take a literal [ids, "text"].

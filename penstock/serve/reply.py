@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
 from penstock.serve.guides import Guide
-from penstock.serve.sampling import Sampler, SamplingParams, likely
+from penstock.serve.log_probabilities import likely
+from penstock.serve.sampling import Sampler, SamplingParams
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import StopStrings, Tokenizer
 from penstock.serve.tools.budget import Budget

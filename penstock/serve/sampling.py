@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "frequency_penalty": (int, float),
 }
 MAX_LOGPROBS, MAX_BIASES, MAX_ANSWERS = 20, 1024, 128
-_LEAST_LOGPROB = np.float32(-9999)  # JSON has no infinity
 # The fields of a generation_config.json that are about sampling.
 _CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -302,37 +301,6 @@ def _narrowed(allowed: Choice, logits: Floats) -> tuple[NDArray[np.int64] | None
     return ids, logits[ids]
 
 
-class Likely(NamedTuple):
-    """A token's log probability, and the likeliest tokens beside it with theirs, the likeliest first."""
-
-    token: int
-    logprob: float
-    best: tuple[tuple[int, float], ...]
-
-
-def ids_of(tokens: Iterable[Likely]) -> Iterator[int]:
-    """The tokens, and the likeliest beside each."""
-    for each in tokens:
-        yield each.token
-        yield from (token for token, _ in each.best)
-
-
-def likely(logits: Floats, token: int, count: int) -> Likely:
-    """Of logits float32 [V], as the model computed them: what `log_softmax` gives, without an array of all."""
-    most = np.max(logits)
-    with np.errstate(over="ignore"):
-        rest = np.log(np.exp(logits - most).sum(dtype=np.float64)).astype(np.float32)
-        if count <= 1:
-            best = np.array([np.argmax(logits)])[:count]
-        elif count < len(logits):
-            best = np.argpartition(logits, len(logits) - count)[-count:]
-        else:
-            best = np.arange(len(logits))
-        best = best[np.lexsort((best, -logits[best]))]
-        found = np.maximum(logits[np.append(best, token)] - most - rest, _LEAST_LOGPROB).tolist()
-    return Likely(token, found[-1], tuple(zip(best.tolist(), found[:-1], strict=True)))
-
-
 def check_finite(logits: Floats) -> None:
     """Raises BrokenModel for logits float32 [V] that are not all finite."""
     # max() is NaN where any logit is, so one pass without memory tells.
@@ -391,12 +359,3 @@ def _nucleus(scaled: Floats, top_p: float) -> NDArray[np.int64]:
             # An entry stays if the probability of all before it is below top_p. The first one always stays.
             return order[: int(np.searchsorted(mass, top_p, side="left")) + 1]
         look *= 8
-
-
-def log_softmax(logits: Floats) -> Floats:
-    """log p over the last axis: float32 [V] or [T, V], of the shape of the logits. The sum is taken in float64."""
-    with np.errstate(over="ignore"):
-        shifted = logits - np.max(logits, axis=-1, keepdims=True)
-    total = np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float64)
-    result: Floats = shifted - np.log(total).astype(np.float32)
-    return result

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.serve.sampling import Likely, check_finite, likely
+from penstock.serve.log_probabilities import Likely, likely
+from penstock.serve.sampling import check_finite
 
 
 class Scores:

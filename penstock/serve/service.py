@@ -29,10 +29,11 @@ from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
+from penstock.serve.log_probabilities import ids_of
 from penstock.serve.pages import Move
 from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
-from penstock.serve.sampling import SamplingParams, ids_of
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
 
@@ -335,7 +336,9 @@ class Service:
             if not self._move_pages(step.moves):
                 return
             for r in begin:
-                self._open[r.request].begun, self._open[r.request].reply.answer.cached_tokens = True, r.start
+                request = self._open[r.request]
+                answer, request.begun = request.reply.answer, True
+                answer.cached_tokens, answer.wait_s = r.start, start_s - request.arrived_s
             tokens = [np.concatenate([self._ids(r) for r in rows]) for rows in step.rows]
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
@@ -436,7 +439,8 @@ class Service:
         self._tally.answered += len(ended) - failed
         silent = sum(r.says and not self._open[r.request].reply.limit for r in rows)
         self._tally.take(step, silent, cached_tokens, taken_s)
-        if not step.moves:
+        # What pages' moves, hidden states, and logits of more than the last row take is no prompt's and no answer's.
+        if not step.moves and not any(r.hidden or r.logits > 1 for r in rows):
             self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
 
 

@@ -180,7 +180,10 @@ class Session:
             with np.errstate(all="ignore"):
                 timeline = run(self._counted(p))
         except BaseException as error:
-            self.held.forget()
+            if isinstance(error, KeyboardInterrupt) and not self._saves_late:
+                self.held.broke_off(p)
+            else:  # what is saved late may not have been saved
+                self.held.forget()
             self._start_over()
             if isinstance(error, DamagedModel) and self.on_damage is not None:
                 raise self.on_damage(error) from None

@@ -87,8 +87,14 @@ def _named_by_some(tools: Any) -> dict[str, Any]:
 
 def render_plain(messages: list[Message]) -> str:
     """The prompt for models without a template: lines of User and Assistant, which a base model can continue."""
-    lines = [f"{str(m.get('role', 'user')).capitalize()}: {m.get('content') or ''}" for m in messages]
-    return "\n".join([*lines, "Assistant:"])
+    return "\n".join([*map(_plain_line, messages), "Assistant:"])
+
+
+def _plain_line(message: Message) -> str:
+    """An answer stands as it was generated: most models begin it with a space of their own."""
+    name, said = str(message.get("role", "user")).capitalize(), message.get("content") or ""
+    begun = name == "Assistant" and str(said)[:1].isspace()
+    return f"{name}:{'' if begun else ' '}{said}"
 
 
 def _environment() -> jinja2.Environment:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.serve.generation import Generation
-from penstock.serve.sampling import Likely
+from penstock.serve.log_probabilities import Likely
 from penstock.serve.scores import Scores
 
 

@@ -45,7 +45,7 @@ Uint8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Trained:
     """What training found: what is known of the predictors, and each one's granule."""
 
     predictors: Predictors
@@ -55,7 +55,7 @@ class Found:
 def train(
     engine: Engine, text: str, name: str, *, recall: float, seed: int = 0, most_tokens: int | None = None,
     on_progress: Progress | None = None,
-) -> Found:  # fmt: skip
+) -> Trained:  # fmt: skip
     """Reads at most `most_tokens` of the text, None: as many as are heard, and trains a predictor for each dense layer.
 
     Raises BadRequest for a model without ReLU, and for a text of fewer than LEAST_TOKENS tokens, or more than
@@ -70,8 +70,8 @@ def train(
 def train_ids(
     engine: Engine, ids: Sequence[int], name: str, text_sha256: str, recall: float, seed: int = 0,
     on_progress: Progress | None = None,
-) -> Found:  # fmt: skip
-    """As `train`, of tokens."""
+) -> Trained:  # fmt: skip
+    """As `train`, of tokens. Raises BadRequest for a recall, or a number of tokens, that training cannot take."""
     packed = engine.packed
     require_relu(packed.spec, str(packed.folder))
     if not 0.5 <= recall < 1:
@@ -93,7 +93,7 @@ def train_ids(
         model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in found),
         ("0" * 16,) * len(found),
     )  # fmt: skip
-    return Found(told, tuple(granule for _, granule in found))
+    return Trained(told, tuple(granule for _, granule in found))
 
 
 def beside_bytes(spec: ModelSpec, weights: Format) -> int:

@@ -20,7 +20,7 @@ Token = tuple[int, ...]  # the experts that a token goes to, in rising order
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class RouterAnswers:
     """`layers`: for each layer, the tokens that its router was asked about, in the order in which they came. A layer
     has none if it is dense, or if nobody asked its router. `model`: the name of the packed model's folder. `guesses`:
     for each layer, what was guessed of the same tokens, the likeliest expert first. Tokens at the end of which nothing
@@ -66,9 +66,9 @@ class Recorder:
         kept += [()] * (at - len(kept))
         kept += [tuple(token) for token in tokens[: MOST_TOKENS - len(kept)]]
 
-    def answers(self) -> Answers:
+    def answers(self) -> RouterAnswers:
         layers, guesses = (tuple(tuple(tokens) for tokens in each) for each in (self._layers, self._guesses))
-        return Answers(self._model, layers, guesses if any(guesses) else ())
+        return RouterAnswers(self._model, layers, guesses if any(guesses) else ())
 
 
 def all_possible(tokens: tuple[Token, ...], routed: Routed) -> bool:
@@ -89,11 +89,11 @@ def all_guessable(tokens: tuple[Token, ...], routed: Routed) -> bool:
     )
 
 
-def dumps(answers: Answers) -> str:
+def dumps(answers: RouterAnswers) -> str:
     """The answers as the text of a file."""
     return codec.dumps(answers, SCHEMA, VERSION)
 
 
-def loads(text: str, where: str) -> Answers:
+def loads(text: str, where: str) -> RouterAnswers:
     """The answers of a file's text. `where` names the file in errors. Raises BadRequest."""
-    return codec.loads(Answers, text, SCHEMA, VERSION, where)
+    return codec.loads(RouterAnswers, text, SCHEMA, VERSION, where)

@@ -153,7 +153,7 @@ PICKS_IN_FLIGHT = 128
 
 
 # Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.
-_LIKE = {"experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
+_LIKE = {"append": "attend", "experts": "ffn", "fire": "ffn", "route": "head", "pick": "kv_load"}
 
 # Columns of a scale → seconds of a multiplication with many rows, of int4's with groups of 64: q4_0 took 1.29 and q4_k
 # 1.32 of int4's time, q6_k 1.49, uint4_g128 1.24 (docs/LOG.md).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,11 @@ from penstock.units import format_bytes
 
 # States of an entry of the cache. `prune` removes those of the second line.
 WHOLE, FOREIGN, LINK, NEWER = "whole", "not ours", "link", "newer format"
-PARTLY, DAMAGED, OLD, ORPHANED = "partial", "damaged", "old format", "orphaned"
-WASTE = frozenset({PARTLY, DAMAGED, OLD, ORPHANED})
+PARTLY, DAMAGED, OLD, ORPHANED, SUPERSEDED = "partial", "damaged", "old format", "orphaned", "superseded"
+WASTE = frozenset({PARTLY, DAMAGED, OLD, ORPHANED, SUPERSEDED})
+
+# Says of a checkpoint's path whether a newer one has taken its place, so that no name leads there any more.
+Superseded = Callable[[str], bool]
 
 _OURS = frozenset({manifests.FILE, CONFIG, RECORD, STATE, SUMS, PROFILE, PREDICTORS, *COPIED})
 
@@ -64,19 +68,23 @@ def is_ours(entry: Entry) -> bool:
     return entry.state not in (FOREIGN, LINK)
 
 
-def entries(models: Path) -> list[Entry]:
+def _never(_: str) -> bool:
+    return False
+
+
+def entries(models: Path, superseded: Superseded = _never) -> list[Entry]:
     """All entries of the folder `models`, sorted by name; none where there is no such folder. Raises StorageFailed."""
     names: list[str] = []
     with storage_errors("read", models), suppress(FileNotFoundError):
         names = sorted(os.listdir(models))
-    entries_or_none = (look(models / name) for name in names)
+    entries_or_none = (look(models / name, superseded) for name in names)
     return [entry for entry in entries_or_none if entry is not None]
 
 
-def look(folder: Path) -> Entry | None:
+def look(folder: Path, superseded: Superseded = _never) -> Entry | None:
     """The entry of one folder, or None if it is not there any more."""
     try:
-        return _entry(folder)
+        return _entry(folder, superseded)
     except FileNotFoundError:
         return None
 
@@ -103,10 +111,10 @@ def remove(models: Path, names: list[str]) -> tuple[Entry, ...]:
     return tuple(wanted)
 
 
-def prune(models: Path) -> Cleared:
-    """Removes entries that no command will use again: partial, damaged, of an old format, or orphaned. Raises
-    StorageFailed."""
-    return _clear([entry for entry in entries(models) if entry.state in WASTE])
+def prune(models: Path, superseded: Superseded = _never) -> Cleared:
+    """Removes entries that no command will use again: partial, damaged, of an old format, orphaned, or superseded.
+    Raises StorageFailed."""
+    return _clear([entry for entry in entries(models, superseded) if entry.state in WASTE])
 
 
 def make_room(models: Path, limit_bytes: int, need_bytes: int = 0, partial: Path | None = None) -> Cleared:
@@ -147,7 +155,7 @@ def _clear(wanted: list[Entry]) -> Cleared:
     return Cleared(tuple(removed), tuple(in_use))
 
 
-def _entry(folder: Path) -> Entry:
+def _entry(folder: Path, superseded: Superseded) -> Entry:
     """The entry of a folder. Raises FileNotFoundError where it is gone."""
     status = folder.lstat()
     used_s = status.st_mtime
@@ -164,7 +172,7 @@ def _entry(folder: Path) -> Entry:
         return Entry(folder, FOREIGN, nbytes, used_s, why=f"it holds {strange!r}, which packing did not write")
     if RECORD in files:
         used_s = files[RECORD].st_mtime
-    state, why = _state(folder)
+    state, why = _state(folder, superseded)
     record = copies.read_record(folder)
     origins = tuple(origin.path for origin in record.origins) if record is not None else ()
     return Entry(folder, state, nbytes, used_s, copies.weights_in_name(folder.name), origins, why)
@@ -192,7 +200,7 @@ def _is_ours(name: str, status: os.stat_result) -> bool:
     return named and not stat.S_ISDIR(status.st_mode)
 
 
-def _state(folder: Path) -> tuple[str, str | None]:
+def _state(folder: Path, superseded: Superseded) -> tuple[str, str | None]:
     """(state, why) of a folder that holds only files that packing writes."""
     if copies.weights_in_name(folder.name) is None:
         return FOREIGN, "its name is none that the cache gives"
@@ -210,8 +218,11 @@ def _state(folder: Path) -> tuple[str, str | None]:
         return DAMAGED, f"{RECORD} is missing or damaged"
     if (why := copies.fault(folder)) is not None:
         return DAMAGED, why
-    if not any(_may_be_there(origin.path) for origin in record.origins):
+    there = [origin.path for origin in record.origins if _may_be_there(origin.path)]
+    if not there:
         return ORPHANED, "its checkpoint is gone, or holds something else"
+    if all(map(superseded, there)):
+        return SUPERSEDED, "its model's branch on the Hub has moved on since"
     return WHOLE, None
 
 

@@ -33,7 +33,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 @contextmanager
 def storage_errors(verb: str, path: Path) -> Iterator[None]:
-    """Turns an OSError inside into StorageFailed, "cannot VERB PATH: why"."""
+    """Raises StorageFailed, "cannot VERB PATH: why", in place of an OSError inside."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def storage_errors(verb: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """As `storage_errors`, for reading a model's file: BrokenModel where the file is missing, else StorageFailed."""
+    """As `storage_errors`, for reading a model's file: raises BrokenModel if it is missing, else StorageFailed."""
     with storage_errors("read", file):
         try:
             yield

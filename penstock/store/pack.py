@@ -226,7 +226,7 @@ class Packing:
     @contextmanager
     def text_folder(self) -> Iterator[Path]:
         """A folder with the small files: the checkpoint's own, or where a GGUF file stands for them one that is removed
-        again. Errors about it name the file."""
+        again. What it raises names the GGUF file instead of that folder."""
         if self.checkpoint.gguf is None:
             yield self.checkpoint.folder
             return

@@ -33,14 +33,9 @@ Array = npt.NDArray[Any]
 
 
 def reorder(
-    src: Path,
-    dst: Path,
-    profile: Profile,
-    weights: Format | None = None,
-    progress: Progress | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    spread: Path | None = None,
-) -> Path:
+    src: Path, dst: Path, profile: Profile, weights: Format | None = None, progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES, spread: Path | None = None,
+) -> Path:  # fmt: skip
     """Packs the packed model `src` into the new folder `dst`, its neurons hot to cold by a profile, and returns `dst`.
     `weights`: None, or the format that they have. `progress`, `shard_bytes`, `spread`: as for `pack`. All bytes are
     compared with their checksums.

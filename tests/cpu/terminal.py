@@ -49,6 +49,9 @@ class Screen:
     def _put(self, character: str) -> None:
         if character == "\r":
             self.column = 0
+        elif character == "\b":
+            assert self.column < self.columns, "back while the cursor hangs: terminals differ there"
+            self.column = max(0, self.column - 1)
         elif character == "\n":
             self._down()
         else:

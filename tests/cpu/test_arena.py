@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,3 +84,18 @@ def test_memory_stays_until_pages_are_taken(tmp_path: Path, monkeypatch: pytest.
         arenas = Arenas(plan, ahead=True)
         assert not np.any(arenas.whole("host.ring"))
         arenas.close()
+
+
+ENDS_AT_ONCE = """
+from penstock import _native
+from penstock.runtime.arena import _Pages
+
+_Pages(tuple(_native.Memory(1 << 20, True) for _ in range(300))).begin()
+"""
+
+
+def test_a_process_that_ends_meanwhile_ends_in_peace() -> None:
+    """Without waiting for the thread it aborted 3 times of 12."""
+    for _ in range(4):
+        ended = subprocess.run([sys.executable, "-P", "-c", ENDS_AT_ONCE], capture_output=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (0, b"")

@@ -169,6 +169,21 @@ def nbytes(path: Path) -> int:
     return sum(nbytes(each) for each in path.iterdir())
 
 
+def test_prune_takes_copies_of_commits_that_a_branch_has_left(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository, old, new = tmp_path / "models--org--name", "a" * 40, "b" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(old)
+    (repository / "snapshots").mkdir()
+    folder, _ = resolved(make_checkpoint(repository / "snapshots" / old), cache, "int4")
+    assert listed(capsys, cache)[folder.name]["state"] == "whole"
+    (repository / "refs" / "main").write_text(new)
+    assert listed(capsys, cache)[folder.name]["state"] == "superseded"
+    assert here(capsys, "prune", "--cache", cache, "--json").report["removed"] == [folder.name]
+    assert (repository / "snapshots" / old).is_dir()
+
+
 def test_prune_leaves_what_is_in_use(checkpoint: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = resolve(str(checkpoint), weights=None, cache=cache)
     shutil.rmtree(checkpoint)

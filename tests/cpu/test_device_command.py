@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.device import choose as choosing
-from tests.cpu.commands import Call, here
+from tests.cpu.commands import ROOT, Call, here
 
 GREEDY = ("--ignore-eos", "--max-tokens", "12", "--context", "64")
 
@@ -61,3 +61,26 @@ def test_a_trace_and_a_bench_beside_a_device(call: Call, model: Path, tmp_path: 
     assert "gpu0" in names
     done = call("bench", model, *small, "--prompt-tokens", "8", "--output-tokens", "8", "--repeats", "1")
     assert done.code == 0 and done.report["peak_device_bytes"] > 0
+
+
+def test_plans_of_other_systems(call: Call) -> None:
+    model = ROOT / "penstock" / "assets" / "tale-llama"
+    short = (
+        "--device",
+        "emulated",
+        "--context",
+        "64",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "4",
+        "--repeats",
+        "1",
+    )
+    for family in ("layer-split", "r-cg-0.5"):
+        done = call("bench", model, *short, "--device-memory", "16MiB", "--family", family)
+        assert done.code == 0 and done.report["peak_device_bytes"] > 0
+    error = call("bench", model, *short, "--device", "none", "--family", "all-cg").report["error"]
+    assert "--family all-cg has no plan here" in error["message"]
+    error = call("bench", model, *short, "--family", "nonsense").report["error"]
+    assert "--family nonsense should be layer-split, all-cg" in error["message"]

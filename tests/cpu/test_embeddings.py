@@ -64,6 +64,9 @@ def test_beside_answers_they_are_those_alone(folder: Path, name: str) -> None:
                     assert told.answer.ttft_s > 0 and not told.answer.text
             assert service.idle(10) and service.free_sequences == SEQS
             counts = service.counts
+            noted = dict(service.pass_times.measured)
+            service.generate(some[:1] * 6, Pooling("mean"))
+            assert service.pass_times.measured == noted  # which are of prompts and answers
         assert counts.answered == 12 and not counts.failed and not counts.pages_had
         assert counts.output_tokens == sum(len(a.token_ids) for a in alone)
 
@@ -221,6 +224,10 @@ def test_ollama_client_embeds(server: Server, expected: NDArray[np.float32]) -> 
         client.embed(model="tiny", input="a " * 2000, truncate=False)
     with pytest.raises(ollama.ResponseError, match="than the server"):
         client.embed(model="tiny", input="a", options={"num_ctx": 10**6})
+    long = {"model": "tiny", "prompt": "a " * 2000}
+    status, _, cut = server.ask("POST", "/api/embeddings", long)
+    assert status == 200 and "1 texts were cut to the context of 128 tokens" in cut["note"]
+    assert server.ask("POST", "/api/embeddings", {**long, "truncate": False})[0] == 400
     assert client.embed(model="tiny", input="").embeddings == []
     assert client.embeddings(model="tiny", prompt="").embedding == []
 

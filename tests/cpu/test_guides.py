@@ -19,8 +19,11 @@ from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from bench.masks import SCHEMA, vocabulary
 from penstock.errors import BadRequest
+from penstock.serve import guide_child
 from penstock.serve.engine import Engine
+from penstock.serve.guide_child import Matchers
 from penstock.serve.guides import Allowed, Guides, guide_bytes
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
@@ -162,6 +165,23 @@ def test_masks_as_they_come() -> None:
 
 def small(draw: Any, depth: int) -> Any:
     return draw(schemas(depth))
+
+
+def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the vocabulary is looked at once, the masks are the same."""
+    tokens = [word.replace("Ġ", " ").replace("Ċ", "\n") for word in vocabulary(3000)]
+    sliced = Matchers(tokens)
+    monkeypatch.setattr(guide_child, "_SLICES", [])
+    plain = Matchers(tokens)
+    rng, schema = np.random.default_rng(5), json.dumps(SCHEMA)
+    for answer in range(3):
+        mask = sliced.begin(answer, "schema", schema, [])
+        assert mask == plain.begin(answer, "schema", schema, [])
+        for _ in range(150):
+            choice = Allowed(mask, len(tokens), frozenset(), len(tokens))
+            token = int(rng.choice(np.flatnonzero(choice.tokens)))
+            mask = sliced.step(answer, token)
+            assert mask == plain.step(answer, token)
 
 
 @st.composite

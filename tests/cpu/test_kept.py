@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import StorageFailed
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Pass
+from penstock.graph.tasks import Pass, Task
 from penstock.serve.engine import Engine
 from penstock.serve.kept import Held, common
 from penstock.serve.sampling import SamplingParams
@@ -93,6 +94,35 @@ def test_a_chats_next_turn_reads_what_is_new(folder: Path) -> None:
         streamed(engine, [*first, *answer, 9])
         assert engine.last is not None and engine.last.cached_tokens == 6
         assert engine.holds([5, 7]) == 1 and engine.holds([4]) == 0
+
+
+@pytest.mark.parametrize("name", ["resident", "streaming"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_ctrl_c_in_a_pass_leaves_what_was_there_before(
+    folder: Path, name: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes in the third of three chunks, after some of its tasks."""
+    ids = list(range(20))
+    with load(folder, plan=plans(folder)[name]) as engine:
+        expected, session = engine.generate([ids], PARAMS)[0].token_ids, engine.session
+        engine.session.held.forget()
+        counted, passes = session._counted, list[Pass]()
+
+        def broken(p: Pass) -> Iterator[Task]:
+            passes.append(p)
+            for i, task in enumerate(counted(p)):
+                if len(passes) == 3 and i == after:
+                    raise KeyboardInterrupt
+                yield task
+            if len(passes) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(session, "_counted", broken)
+        with pytest.raises(KeyboardInterrupt):
+            streamed(engine, ids)
+        monkeypatch.undo()
+        assert engine.holds(ids) == 16
+        assert streamed(engine, ids) == expected and engine.last is not None and engine.last.cached_tokens == 16
 
 
 def test_what_a_failed_pass_leaves_is_not_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

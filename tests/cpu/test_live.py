@@ -11,6 +11,7 @@ import pytest
 
 from penstock.cli import live
 from penstock.cli.streaming import _CONTROLS
+from penstock.cli.wrapping import Wrapping
 from penstock.graph import passes
 from penstock.graph.timeline import Timeline
 from penstock.spec.format import Format
@@ -48,9 +49,9 @@ print("the end", file=sys.stderr)
 
 
 def laid_out(text: str, rows: int = ROWS, columns: int = COLUMNS) -> list[str]:
-    """What a terminal shows of text alone."""
+    """What a terminal shows of an answer."""
     screen = Screen(rows, columns)
-    screen.feed(text.replace("\n", "\r\n"))
+    screen.feed(Wrapping().push(text, columns).replace("\n", "\r\n"))
     return screen.lines()
 
 
@@ -77,6 +78,8 @@ def test_the_text_stays_as_it_is(text: str) -> None:
     code, screen, _ = run_on_terminal([sys.executable, "-c", STREAM, text], ROWS, COLUMNS, True, seen)
     assert code == 0
     assert screen.lines() == laid_out(f"{text}\nthe end\n")
+    shown = "".join(f"{line} " for line in screen.lines()).split()
+    assert text.startswith("x") or shown == f"{text}\nthe end".split()  # no word is broken
     assert any("reading the prompt: 0 of 3 tokens, 0%" in line for line in seen.lines)
 
 
@@ -161,9 +164,13 @@ def test_between_passes_the_count_goes_on() -> None:
 
 
 def test_columns() -> None:
-    for text, column in [("abc", 3), ("a\n", 0), ("\t", 8), ("a" * 10, 10), ("a" * 11, 1), ("日本", 4), ("e\u0301", 1)]:
-        assert live._advance(0, text, 10) == column
-    assert live._advance(9, "日", 10) == 2  # no half of it fits
+    ten, eleven = "a" * 10, "a" * 11
+    for text, column in [("abc", 3), ("a\n", 0), ("\t", 8), (ten, 10), (eleven, 1), ("日本", 4), ("e\u0301", 1)]:
+        wrapping = Wrapping()
+        assert wrapping.push(text, 10).replace("\n", "") == text.replace("\n", "") and wrapping.column == column
+    assert Wrapping().push("ab cdef ghijk", 10) == "ab cdef g\b\033[K\nghijk"
+    assert Wrapping().push("ab cdef  ghijk", 9) == "ab cdef \nghijk"
+    assert Wrapping().push("日本 日本語", 10) == "日本 日本\b\b\b\b\033[K\n日本語"
 
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

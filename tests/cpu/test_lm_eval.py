@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.serve.sampling import log_softmax
+from penstock.serve.log_probabilities import log_softmax
 from tests.cpu.engines import load
 from tests.cpu.test_serve import CONTEXT, serving
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.graph.check_plan import check_plan
+from penstock.planner.programs.pipo_memory import PIPELINES, Configuration
 from penstock.planner.solve import pipo
-from penstock.planner.solve.pipo.memory import PIPELINES, Configuration
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.store.packed import Packed

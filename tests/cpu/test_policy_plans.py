@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve.flexgen.program import Shares
-from penstock.planner.solve.flexgen.shape import BlockShape
+from penstock.planner.programs.policy import Shares
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -20,7 +20,7 @@ from tests.pure.machine import WITH_DEVICE
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("attends", ["device", "cpu"])
+@pytest.mark.parametrize("attends", ATTENDS)
 def test_a_policy_is_exact(
     models: dict[str, Packed],  # noqa: F811
     oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811

@@ -78,11 +78,11 @@ def test_the_first_command_measures_in_haste_and_the_probe_whole(
 
     assert load().rough and len(told) == 1 and "in haste" in told[0]
     assert load().rough and not told
-    assert not load(whole=True).rough and "about a minute" in told[0]
+    assert not load(whole=True).rough and "a minute at most" in told[0]
     assert not load().rough and not told and kept(machine_file(tmp_path)) == MACHINE
     monkeypatch.setattr(probes, "quick_apart", lambda *_: None)  # where no machine is alike
     machine_file(tmp_path).unlink()
-    assert not load().rough and "about a minute" in told[0]
+    assert not load().rough and "a minute at most" in told[0]
 
 
 def test_its_band_is_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

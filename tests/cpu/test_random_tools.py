@@ -1,6 +1,6 @@
 """Calls of tools with random schemas, as every family of chat templates writes them: each one parses and validates.
 
-A hundred schemas run in `make test`; `make fuzz` runs three thousand, several hundred of each family.
+Two hundred schemas run in `make test`; `make fuzz` runs three thousand, several hundred of each family.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_every_call_validates(engine: Engine, service: Service) -> None:
     calls, asked = Counter[str](), 0
     prompt = engine.tokenizer.encode("Once upon a time")
 
-    @settings(max_examples=max(13, settings().max_examples // 8), deadline=None)
+    @settings(max_examples=max(25, settings().max_examples // 8), deadline=None)
     @given(
         schemas=st.lists(parameters, min_size=AT_ONCE, max_size=AT_ONCE), seed=st.integers(0, 1 << 30),
         first=st.integers(0, len(WRITINGS) - 1), parallel=st.booleans(),

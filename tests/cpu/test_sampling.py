@@ -8,7 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel
-from penstock.serve.sampling import Sampler, SamplingParams, likely, log_softmax, with_model_defaults
+from penstock.serve.log_probabilities import likely, log_softmax
+from penstock.serve.sampling import Sampler, SamplingParams, with_model_defaults
 
 # Multiples of 1/4 make ties common; distances of less than a float32 rounding step would test rounding.
 LOGITS = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=2, max_size=60)

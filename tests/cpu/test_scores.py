@@ -17,7 +17,8 @@ from penstock import LLM
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
-from penstock.serve.sampling import SamplingParams, log_softmax
+from penstock.serve.log_probabilities import log_softmax
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
 from penstock.serve.service import Service
 from penstock.serve.told import Ended, Piece

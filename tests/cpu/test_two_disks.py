@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import BadRequest, DamagedModel, StorageFailed
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve.reads import on_disks
+from penstock.planner.reads import on_disks
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask

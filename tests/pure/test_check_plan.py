@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
 from tests.plans import make_plan, random_plans
 from tests.pure.machine import MACHINE, model
 
@@ -94,6 +95,33 @@ def test_any_placement_passes(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from([TIED, UNTIED]))
     plan = data.draw(random_plans(spec, F32, batch_seqs=2, batches_per_pass=2))
     check_plan(plan, spec, F32)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_delegated_attention_needs_its_units_at_once(order: str) -> None:
+    """They stay in the ring while the CPU attends. A ring with room for one of them is too little, and is said so."""
+    by_key = {part.key: part for part in parts(TIED, F32)}
+    granule = by_key["0.attn"].granule_bytes
+    units = [
+        Unit(part.key, lo, hi, "disk0" if part.kind == "attn" else "gpu0", "gpu0", "gpu0")
+        for part in by_key.values()
+        for lo, hi in pairwise(range(part.granules + 1) if part.kind == "attn" else (0, part.granules))
+    ]
+    stage = max(part.granule_bytes for part in by_key.values())
+
+    def delegating(ring_bytes: int) -> Plan:
+        return make_plan(
+            TIED, F32, units, ring_bytes={"gpu0": ring_bytes}, stage_bytes=stage, main="gpu0", batch_seqs=2,
+            batches_per_pass=2, order=order, kv_homes=[("host", "host"), ("disk0", "host"), ("disk0", "gpu0")],
+        )  # fmt: skip
+
+    count = by_key["0.attn"].granules
+    check_plan(delegating((count + 1) * granule), TIED, F32)
+    runs(delegating((count + 1) * granule))
+    with pytest.raises(
+        BadRequest, match=f"0.attn, whose attention is delegated, streams {(count + 1) * granule} bytes"
+    ):
+        check_plan(delegating(granule), TIED, F32)
 
 
 def test_kv_may_have_a_format_per_layer() -> None:
@@ -203,7 +231,7 @@ WRONG = [
     (kv(format=Format("int8", 40)), "KV cache in int8-g40: its groups should be multiples of 32"),
     (kv(home="gpu0"), "KV at home in 'gpu0'"),
     (kv(attend="gpu0"), "attention of layer 0 on gpu0 but its projections elsewhere"),
-    (kv(home="disk0", attend="gpu0"), "KV at home in 'disk0' with attention on 'gpu0'"),
+    (kv(home="disk1"), "KV at home in 'disk1' with attention on 'host'"),
     (field(acts=()), r"activations of layers 0\.\.3 has no home"),
     (field(acts=(ActHome((0, 3), (0, 4), "disk0"),)), "activations are at home in"),
     (field(page_tokens=4096), "arena 'host.kv' is not what"),

@@ -13,10 +13,10 @@ from penstock.graph import ops
 from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.graph.scratch_gpu import FEW_ROWS
+from penstock.planner.bound import least_score_s, score_s
 from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, Foretold, expected, measured
 from penstock.planner.solve import solve
-from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.ours.ram import require_minimum
 from penstock.planner.what_if import what_if
 from penstock.serve.planning import describe

@@ -35,7 +35,7 @@ ARRIVALS = st.lists(st.tuples(st.floats(0, 2), st.integers(1, 40), st.integers(1
 
 
 @given(gaps=ARRIVALS)
-@settings(max_examples=50)
+@settings(max_examples=max(500, settings().max_examples))
 def test_traces_end_and_who_waits_has_a_reason(gaps: list[tuple[float, int, int]]) -> None:
     scale = TIMES.seconds(3, 0) * 4
     arrivals, at_s = [], 0.0
@@ -61,6 +61,7 @@ def duration_s(rows: list[Rows]) -> float:
 REQUESTS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 20)), min_size=0, max_size=12)
 
 
+@settings(max_examples=max(500, settings().max_examples))
 @given(before=REQUESTS, passes=st.integers(0, 30), prompt=st.integers(1, 40), output=st.integers(1, 24))
 def test_a_newcomer_finds_what_was_foretold(
     before: list[tuple[int, int, int]], passes: int, prompt: int, output: int

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "cli": {"planner", "runtime", "hubs", "store", "graph", "models", "spec", "serve", "kernels", "_native"},
 }
 STANDARD_LIBRARY_ONLY = ("spec", "models", "graph", "planner")
-HIGHS_ALLOWED = ("planner/solve/highs.py",)  # the linear and integer programs; imported when it is asked
+HIGHS_ALLOWED = ("planner/programs/highs.py",)  # the linear and integer programs; imported when it is asked
 TORCH_ALLOWED = ("kernels/gpu", "runtime/device/cuda")
 # Who may read what a byte, a flop or a call costs: the cost formula, what measures, what shows measurements.
 RATES = {"alpha_s", "s_per_byte", "s_per_flop"}
@@ -117,7 +117,7 @@ OPENS = {
     "hubs/transfer.py",  # a download that goes on where it stopped
     "runtime/kv_file.py",  # a file without a name
     "runtime/host.py",  # the kernel's
-    "runtime/probe.py",  # the kernel's
+    "runtime/this_machine.py",  # the kernel's
     "serve/confined_child.py",  # the kernel's
     "cli/main.py",  # /dev/null
     "cli/docs.py",  # for who develops penstock
@@ -135,3 +135,12 @@ def test_files_are_opened_in_one_place() -> None:
                 name = ast.unparse(node.func)
                 method = isinstance(node.func, ast.Attribute) and name.rpartition(".")[2] in opening
                 assert not method and name not in ("open", "os.open", "io.open"), f"{path}: {ast.unparse(node)}"
+
+
+def test_the_papers_mathematics_knows_no_plans() -> None:
+    """`planner/programs` has numbers in and out. It may know the sizes of a model, but neither plans nor tasks."""
+    may = ("penstock.planner.programs", "penstock.spec.places", "penstock.spec.model", "penstock.spec.format")
+    for path in FILES:
+        if path.relative_to(ROOT).parts[:2] == ("planner", "programs"):
+            ours = {name for name in imports(path) if name.startswith("penstock.")}
+            assert all(name.startswith((*may, "penstock.errors")) for name in ours), f"{path} imports {ours}"

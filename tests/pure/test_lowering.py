@@ -146,6 +146,40 @@ def test_golden_device(purpose: str) -> None:
     check_golden(f"device_{purpose}", dump(tasks, plan))
 
 
+@pytest.mark.parametrize("purpose", ["decode", "prefill"])
+def test_golden_delegated(purpose: str) -> None:
+    """Two batches whose KV is in RAM. q and fresh rows of each cross to the CPU, which attends to one batch while the
+    device projects the other. Where prompts begin the device attends, and saves its pages meanwhile."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values()]
+    units = [replace(unit, home="host") if unit.part == "0.attn" else unit for unit in units]
+    plan = make_plan(
+        SMALL, F32, units, ring_bytes={"gpu0": by_key["0.attn"].nbytes},
+        stage_bytes=max(part.granule_bytes for part in by_key.values()), main="gpu0", kv_homes=[("host", "host")],
+        batches_per_pass=2,
+    )  # fmt: skip
+    check_plan(plan, SMALL, F32)
+    decode = passes.decode(plan, (0, 1), (8, 70), passes.DECODE)
+    tasks = lowered(plan, decode if purpose == "decode" else next(passes.prompts(plan, (0, 1), (8, 9), passes.DECODE)))
+    verify(tasks, plan.arenas)
+    check_golden(f"delegated_{purpose}", dump(tasks, plan))
+
+
+def test_golden_kv_from_a_disk() -> None:
+    """A device attends to KV on a disk: it comes through a window in RAM, and goes back through it."""
+    by_key = {p.key: p for p in parts(SMALL, F32)}
+    units = [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values()]
+    stage = max(part.granule_bytes for part in by_key.values())
+    plan = make_plan(
+        SMALL, F32, units, ring_bytes={}, stage_bytes=stage, main="gpu0", kv_homes=[("disk0", "gpu0")],
+        batches_per_pass=2,
+    )  # fmt: skip
+    check_plan(plan, SMALL, F32)
+    tasks = lowered(plan, passes.decode(plan, (0, 1), (8, 70), passes.DECODE))
+    verify(tasks, plan.arenas)
+    check_golden("kv_disk", dump(tasks, plan))
+
+
 @pytest.mark.parametrize("cache", ["host", "gpu0", "both"])
 def test_golden_experts_beside_a_device(cache: str) -> None:
     """A layer whose attention and shared expert are the device's. Its experts have a cache: in RAM over the disk, or in

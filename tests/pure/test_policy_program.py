@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.papers.flexgen import kv_bytes, weight_bytes
-from penstock.planner.solve import flexgen
-from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks, search
-from penstock.planner.solve.flexgen.program import (
+from penstock.planner.programs.policy import (
     COMPUTE,
     KINDS,
     LANES,
@@ -28,6 +26,8 @@ from penstock.planner.solve.flexgen.program import (
     evaluate,
     solve,
 )
+from penstock.planner.solve import flexgen
+from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks, search
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem

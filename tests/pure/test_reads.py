@@ -11,8 +11,8 @@ from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.models import spec_from_config
 from penstock.planner.cost import Cost
+from penstock.planner.reads import on_disks, with_reads
 from penstock.planner.solve import solve
-from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format

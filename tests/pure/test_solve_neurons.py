@@ -23,11 +23,11 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call
 from penstock.graph.verify import verify
 from penstock.planner import activity
+from penstock.planner.bound import least_score_s, score_s
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.shorten import quick, shortened
 from penstock.planner.solve import powerinfer, settle_context
-from penstock.planner.solve.bound import least_score_s, score_s
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.powerinfer import program as ilp
 from penstock.planner.solve.powerinfer.program import LayerGroups, NeuronProgram, allowed, impact_of, least_groups

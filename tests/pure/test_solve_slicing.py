@@ -16,12 +16,7 @@ from penstock.errors import BadRequest
 from penstock.graph.check_plan import check_plan
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
-from penstock.planner.solve import scheinfer, settle_context
-from penstock.planner.solve.ours import device
-from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer import FREE, PAPER
-from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
-from penstock.planner.solve.scheinfer.slicing import (
+from penstock.planner.programs.slicing import (
     FfnBlock,
     Lanes,
     Option,
@@ -31,6 +26,11 @@ from penstock.planner.solve.scheinfer.slicing import (
     best_r_cg,
     finish_s,
 )
+from penstock.planner.solve import scheinfer, settle_context
+from penstock.planner.solve.ours import device
+from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer import FREE, PAPER
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format

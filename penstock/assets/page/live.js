@@ -30,7 +30,7 @@ export function watch(key, told) {
     if (document.hidden || waits) return;
     waits = true;
     try {
-      const now = await get("v1/live", key());
+      const now = { ...await get("v1/live", key()), at_ms: performance.now() };
       show(now, before);
       before = now;
       told(now);
@@ -64,5 +64,9 @@ function show(now, before) {
     ...now.tiers.map((tier) => [tier.name, bytes(tier.bytes), tier.limit_bytes ? tier.bytes / tier.limit_bytes : undefined]),
     ["KV pages in use", `${now.kv_pages_had} of ${now.kv_pages}`, now.kv_pages ? now.kv_pages_had / now.kv_pages : 0],
   ]);
-  rows("lanes", Object.keys(now.moved_bytes).map((lane) => [lane, rate(moved(lane))]));
+  const busy = same ? Math.min(1, (1000 * passes) / (now.at_ms - before.at_ms)) : undefined;
+  rows("lanes", [
+    ["computing", busy === undefined ? "–" : `${(100 * busy).toFixed(0)} % of the time`, busy],
+    ...Object.keys(now.moved_bytes).map((lane) => [lane, rate(moved(lane))]),
+  ]);
 }

@@ -25,6 +25,7 @@ from penstock.graph.ops.definitions import (
     ROUTER_BLOCKS,
     TOLERANCES,
     VOCAB_BLOCKS,
+    Append,
     Attend,
     Combine,
     Copy,
@@ -54,19 +55,19 @@ from penstock.graph.ops.definitions import (
 from penstock.graph.ops.operand import Operand, Slot, operands_of
 
 __all__ = [
-    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS",
-    "VOCAB_BLOCKS", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
-    "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Order", "Out", "Pick",
-    "Predict", "Qkv", "Recall", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost", "block_bytes",
-    "block_weights", "experts_cost", "fired_cost", "matrix_cost", "rows_cost", "slots_of",
+    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS", "VOCAB_BLOCKS",
+    "Append", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
+    "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Order", "Out",
+    "Pick", "Predict", "Qkv", "Recall", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost",
+    "block_bytes", "block_weights", "experts_cost", "fired_cost", "matrix_cost", "rows_cost", "slots_of",
 ]  # fmt: skip
 
-LayerOp = Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Merge | Order
+LayerOp = Qkv | Attend | Append | Out | Ffn | Fire | Route | Experts | Combine | Gate | Merge | Order
 KvMove = KvLoad | KvSave
 WithUnit = Qkv | Out | Ffn | Fire | Experts | Head  # they multiply with a unit's weights
 Operands = (
-    Gather | Fetch | Embed | Norm | Order | Qkv | Attend | Out | Ffn | Fire | Route | Experts | Combine | Gate | Predict
-    | Merge | Head | Copy | Load | Pick | Recall | Lift | KvLoad | KvSave | Sync
+    Gather | Fetch | Embed | Norm | Order | Qkv | Attend | Append | Out | Ffn | Fire | Route | Experts | Combine | Gate
+    | Predict | Merge | Head | Copy | Load | Pick | Recall | Lift | KvLoad | KvSave | Sync
 )  # fmt: skip
 
 

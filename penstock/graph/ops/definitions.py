@@ -105,7 +105,8 @@ class Order(NamedTuple):
 
 
 class Qkv(NamedTuple):
-    """q, k and v of the unit's KV heads, with bias, q/k norm and rope. k and v are written into the KV cache."""
+    """q, k and v of the unit's KV heads, with bias, q/k norm and rope. k and v are written into the KV cache, or with
+    `fresh` apart from it (`graph.fresh`)."""
 
     weights: Read
     norms: Read
@@ -115,11 +116,12 @@ class Qkv(NamedTuple):
     values: Write
     scratch: Scratch
     layer: int
+    fresh: bool = False
 
 
 class Attend(NamedTuple):
     """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a
-    sink for each head."""
+    sink for each head. `fresh`: keys and values are those of the batch's rows alone, apart from the cache."""
 
     q: Read
     keys: Read
@@ -128,6 +130,17 @@ class Attend(NamedTuple):
     scratch: Scratch
     layer: int
     norms: Reads = ()
+    fresh: bool = False
+
+
+class Append(NamedTuple):
+    """Puts keys and values of the batch's rows, which lie row after row apart from the cache, at their places in it."""
+
+    fresh_keys: Read
+    fresh_values: Read
+    keys: Write
+    values: Write
+    layer: int
 
 
 class Out(NamedTuple):
@@ -320,7 +333,7 @@ class KvLoad(NamedTuple):
 
 class KvSave(NamedTuple):
     """Saves a batch's rows, and what lies between them in their pages, to their home. `ranges`: how many byte ranges
-    they are."""
+    they are. `fresh`: keys and values are pages apart from the cache, which are saved whole."""
 
     keys: Read
     values: Read
@@ -328,6 +341,7 @@ class KvSave(NamedTuple):
     stored_values: Write
     layer: int
     ranges: int
+    fresh: bool = False
 
 
 class Sync(NamedTuple):
@@ -340,6 +354,6 @@ class Sync(NamedTuple):
 TOLERANCES: dict[type[Any], float] = {
     Gather: 1e-6, Fetch: 1e-6, Embed: SUMS, Norm: SUMS, Qkv: EXPONENTIALS, Attend: EXPONENTIALS, Out: SUMS,
     Ffn: EXPONENTIALS, Fire: EXPONENTIALS, Route: EXPONENTIALS, Experts: EXPONENTIALS, Combine: SUMS, Gate: SUMS,
-    Predict: SUMS, Merge: SUMS, Head: SUMS, Order: BYTES,
+    Predict: SUMS, Merge: SUMS, Head: SUMS, Order: BYTES, Append: BYTES,
     Copy: BYTES, Load: BYTES, Pick: BYTES, Recall: BYTES, Lift: BYTES, KvLoad: BYTES, KvSave: BYTES, Sync: BYTES,
 }  # fmt: skip

@@ -72,6 +72,14 @@ def _store(pool: KvPool, rows: Float32, head: int, batch: Batch, tables: Tables)
             position, done = position + n, done + n
 
 
+def append(fresh: KvPool, pool: KvPool, batch: Batch, tables: Tables) -> None:
+    """Puts the rows of a batch, which are the one page of `fresh`, at their places in the cache."""
+    spans = zip(batch.start, batch.rows, tables, strict=True)
+    places = [(table, np.arange(start, start + rows)) for start, rows, table in spans]
+    pages = np.concatenate([table[positions // pool.page_tokens] for table, positions in places])
+    pool.append(fresh, pages, np.concatenate([positions for _, positions in places]) % pool.page_tokens)
+
+
 def attend(
     q: Float32, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, batch: Batch, tables: Tables,
     out: Float32, scratch: Scratch, sinks: Float32 | None = None,

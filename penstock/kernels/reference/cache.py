@@ -39,6 +39,20 @@ class KvPool(NamedTuple):
             wide = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(n, -1)
         codes[slot : slot + n] = wide
 
+    def append(self, fresh: KvPool, pages: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Puts T rows, which are the one page of `fresh`, as they are: row i into slot `slots[i]` of page `pages[i]`,
+        int64 [T] each."""
+        heads, p = self.blocks.shape[1], self.page_tokens
+        cut = self.format.kv_codes_bytes(self.head_dim)
+        sides = [(pool.blocks[:, :, : pool.page_tokens * cut], pool.blocks[:, :, pool.page_tokens * cut :])
+                 for pool in (self, fresh)]  # fmt: skip
+        (codes, factors), (fresh_codes, fresh_factors) = sides
+        rows = fresh_codes[0].reshape(heads, -1, cut).swapaxes(0, 1)  # [T, K, bytes of a row's codes]
+        codes.reshape(-1, heads, p, cut)[pages, :, slots] = rows
+        if self.format.is_quantised:  # float16 scales and minimums of each group
+            columns = fresh_factors[0].reshape(heads, -1, fresh.page_tokens, 2)  # [K, 2 G, T, 2]
+            factors.reshape(-1, heads, columns.shape[1], p, 2)[pages, :, :, slots] = np.moveaxis(columns, 2, 0)
+
     def load(self, page: int, head: int, n: int, scratch: Scratch) -> Float32:
         """The first n slots of a block as float32 [n, E]: in scratch, or a view of a float32 cache."""
         block = self.blocks[page, head]

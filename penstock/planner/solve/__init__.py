@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
-from penstock.planner.firing import Firing, foretold_of
+from penstock.planner.bound import least_score_s, reads_bytes, score_s, sequences
+from penstock.planner.firing import Firing, check_sparsity
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
+from penstock.planner.reads import on_disks, with_reads
 from penstock.planner.reasons import shared_pages
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import Kept, quick, streamed
-from penstock.planner.solve.bound import least_score_s, reads_bytes, score_s, sequences
 from penstock.planner.solve.candidate import WHOLE, Candidate, Compared
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.reads import on_disks, with_reads
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import MachineSpec
@@ -145,7 +145,9 @@ def solve(
     Raises DoesNotFit with the minimum that would do, and BadRequest for what no machine could do.
     """
     ask = settle_context(ask, spec)
-    _check_weights(ask, spec, weights, firing)
+    check_sparsity(ask, spec, firing)
+    if weights.for_cpu and ask.use_device:
+        raise BadRequest(f"weights in {weights.name} run without a device in this version")
     problem = Problem(ask, spec, weights, machine, trace, firing)
     bounded = []
     for candidate in candidates(problem, every, may_plan):
@@ -180,33 +182,6 @@ def solve(
         plan, prediction, reasons, strategy, (chosen, *others),
         tuple(each for each in better if each.candidate.cannot_run), tasks,
     )  # fmt: skip
-
-
-def _check_weights(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | None) -> None:
-    """Raises BadRequest where an ask wants of the weights what this model or version cannot do."""
-    if ask.sparsity == "exact" and not spec.fires:
-        raise BadRequest("--sparsity exact: all neurons of this model fire, since its activation is no ReLU")
-    if ask.sparsity == "predict":
-        if not spec.fires:
-            raise BadRequest("--sparsity predict: this model's activation is no ReLU, so no neuron can be left out")
-        if foretold_of(spec, firing) is None:
-            raise BadRequest(
-                "--sparsity predict: this model has no predictors (`penstock train-predictors` trains them)"
-            )
-        if ask.use_device:
-            raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
-    if ask.sparsity == "threshold":
-        if not spec.has_levels:
-            why = "this model has a ReLU, whose zeros are left out exactly" if spec.fires else "this model has experts"
-            raise BadRequest(f"--sparsity threshold: {why}")
-        if firing is None or not firing.levels:
-            raise BadRequest(
-                "--sparsity threshold: no levels are known (`penstock profile MODEL FILE --below SHARE` finds them)"
-            )
-        if ask.use_device:
-            raise BadRequest("--sparsity threshold runs without a device, whose kernels leave nothing out yet")
-    if weights.for_cpu and ask.use_device:
-        raise BadRequest(f"weights in {weights.name} run without a device in this version")
 
 
 def _may_be_chosen(candidate: Candidate) -> bool:

@@ -63,6 +63,12 @@ class Problem:
         return parts_by_key(self.spec, self.weights)
 
     @property
+    def half_way(self) -> int:
+        """The position of a decode pass half-way through the output."""
+        assert self.ask.context is not None, "settle_context came first"
+        return max(1, min(self.ask.prompt_tokens + self.ask.output_tokens // 2, self.ask.context - 1))
+
+    @property
     def layers(self) -> int:
         return len(self.spec.layers)
 

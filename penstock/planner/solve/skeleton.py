@@ -6,18 +6,19 @@ So the granules of one executor are one or two runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.reasons import lifted_units
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS, Kv, Resident, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import UNIT_BYTES, Cache, Plan, Predictor, Unit
-from penstock.units import MIB, format_bytes, round_up
+from penstock.units import MIB, round_up
 
 T = TypeVar("T")
 _ATTEMPTS = 5
@@ -36,6 +37,7 @@ class Skeleton:
     chunk_rows      the most rows of a batch in a prefill pass
     attention_layers  of so many first layers the main executor computes attention, of the others the CPU
     kv_home         the home of the KV of these first layers. That of the others is RAM; without a device it is the disk
+    delegates       the CPU attends to the KV of these first layers, whose projections stay with the device
     host_ring_bytes the ring of the CPU
     order           one of `spec.plan.ORDERS`
     main            the executor that holds activations: the device, or the CPU if there is none
@@ -64,10 +66,17 @@ class Skeleton:
     stage_bytes: int = 0
     unit_bytes: int = 0
     predictors: tuple[Predictor, ...] = ()
+    delegates: bool = False
 
     @cached_property
     def has_device(self) -> bool:
         return self.main == GPU.executor
+
+    @property
+    def kv_words(self) -> str:
+        """Where KV is that is not with the device, and who attends to it then, as words of a plan's name."""
+        home = {HOST: ", KV in RAM", DISK.tier: ", KV on the disk"}.get(self.kv_home, "")
+        return home + (", scores on the CPU" if self.delegates else "")
 
     def plan(
         self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
@@ -95,7 +104,7 @@ class Skeleton:
         rings, stage_bytes = self._rings(units(first, runs))
         return filled(
             problem, cut,
-            (Kv(0, near, self.kv_home, self.main), Kv(near, problem.layers, far, HOST)),
+            (Kv(0, near, self.kv_home, HOST if self.delegates else self.main), Kv(near, problem.layers, far, HOST)),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
             predictors=self.predictors, caches=caches,
         )  # fmt: skip
@@ -148,6 +157,8 @@ class Skeleton:
         """(executor → bytes of its ring, bytes of the stage). Rings and stage that no unit passes are left out, and
         each has room for its largest unit, the stage for two of them. `units`: of each kind of part, those of one."""
         need, stage_bytes = {GPU.executor: 0, HOST: 0}, 0
+        if self.delegates:  # the units of a layer's attention stay in the ring together, while the CPU attends
+            need[GPU.executor] = most_together(units, self.problem.parts)
         for unit in units:
             granule_bytes = self.problem.parts[unit.part].granule_bytes
             nbytes = (unit.hi - unit.lo) * granule_bytes
@@ -161,6 +172,15 @@ class Skeleton:
                     stage_bytes = max(stage_bytes, 2 * nbytes, self.stage_bytes)
         wanted = {GPU.executor: self.ring_bytes, HOST: self.host_ring_bytes}
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
+
+
+def most_together(units: Sequence[Unit], parts: Mapping[str, Part]) -> int:
+    """Bytes of a ring in which all units of any layer's attention that stream have room at once."""
+    by_part: dict[str, list[int]] = {}
+    for unit in units:
+        if parts[unit.part].kind == "attn" and unit.home != unit.decode:
+            by_part.setdefault(unit.part, []).append((unit.hi - unit.lo) * parts[unit.part].granule_bytes)
+    return max((sum(sizes) + max(sizes) for sizes in by_part.values()), default=0)
 
 
 def device_skeleton(
@@ -231,12 +251,7 @@ def lift_bytes(problem: Problem, ring_bytes: int) -> int:
 
 def lift_reason(problem: Problem, ring_bytes: int) -> str:
     """A sentence that says why units have `lift_bytes`."""
-    nbytes = lift_bytes(problem, ring_bytes)
-    why = f"at most {FIXED_SHARE:.0%} of its copy"
-    if nbytes == ring_bytes // 4:
-        why = f"and a ring of {format_bytes(ring_bytes)} should hold four"
-    fixed = f"each costs {_fixed_s(problem) * 1e6:.0f} µs beside its bytes"
-    return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
+    return lifted_units(lift_bytes(problem, ring_bytes), ring_bytes, _fixed_s(problem), FIXED_SHARE)
 
 
 def _fixed_s(problem: Problem) -> float:

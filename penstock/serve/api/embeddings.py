@@ -49,7 +49,7 @@ class AskedVectors:
 
 @dataclass(frozen=True)
 class Vectors:
-    """`note`: what is to be said of a model that was not made for embeddings."""
+    """`note`: what is to be said of a model that was not made for embeddings, and of texts that were cut."""
 
     model: str
     vectors: list[Vector]
@@ -76,6 +76,8 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
             most = min(MAX_INPUTS, MAX_NUMBERS // width)
             raise BadRequest(f"a request may have 1 to {most} inputs for this model, not {len(asked.inputs)}")
 
+        cut: list[int] = []  # tokens that texts had which were cut
+
         async def encoded() -> list[Ids]:
             prompts: list[Ids] = []
             for given in asked.inputs:
@@ -83,7 +85,10 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
                     ids = await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one)
                 else:
                     ids = given
-                prompts.append(checked_ids(ids[: plan.context] if asked.cuts else ids, plan))
+                if asked.cuts and len(ids) > plan.context:
+                    cut.append(len(ids))
+                    ids = ids[: plan.context]
+                prompts.append(checked_ids(ids, plan))
             return prompts
 
         prompts = await unless_gone(request, encoded())
@@ -95,8 +100,10 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
             answers.cancel()
             if SPEND in request.scope:
                 request.scope[SPEND](answers.tokens)
-        note = NOT_MADE if engine.pooling is None else None
-        return Vectors(hold.loaded.name, found, sum(map(len, prompts)), note)
+        notes = [NOT_MADE] if engine.pooling is None else []
+        if cut:
+            notes.append(f"{len(cut)} texts were cut to the context of {plan.context} tokens, of up to {max(cut)}")
+        return Vectors(hold.loaded.name, found, sum(map(len, prompts)), "; ".join(notes) or None)
     finally:
         hold.end()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.serve.sampling import Likely, ids_of
+from penstock.serve.log_probabilities import Likely, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
 

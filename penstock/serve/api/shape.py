@@ -17,7 +17,7 @@ from penstock.serve.api import logprobs
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.errors import error_body
 from penstock.serve.generation import Generation, Used
-from penstock.serve.sampling import Likely, ids_of
+from penstock.serve.log_probabilities import Likely, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought
@@ -187,10 +187,11 @@ def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:
 
 
 def usage_of(used: Used) -> dict[str, Any]:
-    """What was used, as OpenAI's API has it."""
+    """What was used, as OpenAI's API has it, and how long the request waited."""
     return {
         "prompt_tokens": used.prompt,
         "completion_tokens": used.output,
         "total_tokens": used.prompt + used.output,
         "prompt_tokens_details": {"cached_tokens": used.cached},
+        "wait_s": used.wait_s,
     }

@@ -230,6 +230,7 @@ class ChatRequest(_Sampled):
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
+        """Raises BadRequest for fields that do not go together."""
         super().check()
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise BadRequest("tool_choice is for tools")
@@ -265,6 +266,7 @@ class CompletionRequest(_Sampled):
     best_of: int | None = None
 
     def check(self) -> None:
+        """Raises BadRequest for fields that do not go together, or that this version has not."""
         super().check()
         if self.suffix:
             raise BadRequest("suffix is not supported by this version")

@@ -15,14 +15,15 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import BadRequest
-from penstock.planner.predict import Prediction
 from penstock.serve.api.embeddings import Vectors, openai_body
 from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.api.wire import EmbeddingRequest
+from penstock.serve.batch.foretelling import AHEAD, Foretelling
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
 from penstock.serve.batch.survey import Survey, Todo, refuse, response
+from penstock.serve.counts import TokenCounts
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, used
@@ -31,11 +32,8 @@ from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
 from penstock.serve.tools.reading import Reading
-from penstock.spec.ask import Ask
 from penstock.spec.places import Lane
-from penstock.spec.plan import Plan
 
-_AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
 _AHEAD_TOKENS = 1 << 18  # of prompts that wait or are answered, beyond one for each place: each takes 40 bytes
 _MOST_NUMBERS = 1 << 20  # of a line's embeddings: 32 bytes each while they are written
 _LOOK_S = 0.5  # between two looks at how far it is
@@ -60,23 +58,22 @@ class _Open:
 
 @dataclass
 class Done:
-    """What a run did. `seconds`: from the first request to the last answer. `failed`: lines that got an error."""
+    """What a run did. `seconds`: from the first request to the last answer. `failed`: lines that got an error.
+    `foretold`: what was promised of it."""
 
     clock: DecodeClock
-    predicted_s: float
+    foretold: Foretelling
     lines: int = 0
     failed: int = 0
     answers: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     seconds: float = 0.0
     bytes_moved: dict[Lane, int] = field(default_factory=dict)
 
     @property
     def generation_tokens_per_s(self) -> float:
         """Tokens of answers by the whole time, prompts included."""
-        return self.output_tokens / self.seconds if self.seconds else 0.0
+        return self.tokens.output / self.seconds if self.seconds else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -84,20 +81,16 @@ class Done:
         return self.clock.tokens / self.clock.seconds if self.clock.seconds else 0.0
 
 
-def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> float:
-    """Seconds for so many answers of the ask's lengths, as many at once as the plan has room for, block after block."""
-    at_once = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-    return prediction.total_s * answers / max(1, min(at_once, answers))
-
-
-class Batch:
+class BatchRun:
     """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
-    line names no length. `on_progress`: is told of `Done` twice a second."""
+    line names no length. `foretold`: what is promised of the lines that `run` gets. `on_progress`: is told of `Done`
+    twice a second."""
 
     def __init__(
         self, engine: Engine, lines: Lines, journal: Journal, names: Sequence[str], most_tokens: int,
-        on_progress: Callable[[Done], None] | None = None,
+        foretold: Foretelling, on_progress: Callable[[Done], None] | None = None,
     ) -> None:  # fmt: skip
+        self._foretold = foretold
         self._engine, self._lines, self._journal = engine, lines, journal
         self._names, self._most_tokens, self._on_progress = names, most_tokens, on_progress
         self._told: queue.SimpleQueue[tuple[int, int, Told]] = queue.SimpleQueue()
@@ -108,7 +101,7 @@ class Batch:
         """Answers all lines that the survey has found. What was answered before an error is in the journal. Raises
         StorageFailed, DamagedModel and DeviceFailed."""
         engine, before = self._engine, self._engine.session.bytes_moved()
-        done = Done(DecodeClock(engine.session), predicted_s(engine.plan, engine.prediction, engine.ask, found.answers))
+        done = Done(DecodeClock(engine.session), self._foretold)
         places = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
         left = list(reversed(found.todo))
         start_s, told_s = time.perf_counter(), 0.0
@@ -132,7 +125,7 @@ class Batch:
 
     def _has_room(self, places: int) -> bool:
         """Whether another line is to be asked for."""
-        waits = self._waiting < 2 * places + _AHEAD
+        waits = self._waiting < 2 * places + AHEAD
         return waits and (self._waiting < places or self._ahead_tokens < _AHEAD_TOKENS)
 
     def _submit(self, service: Service, todo: Todo, done: Done) -> None:
@@ -223,7 +216,7 @@ class Batch:
         tokens = used(opened.prompt_tokens, answers, opened.count)
         body = Shape(kind, head, tokenizer, opened.reading or Reading, opened.echoed).whole(answers, tokens)
         self._add(opened, body, answers, done)
-        done.output_tokens += tokens.output
+        done.tokens.output += tokens.output
 
     def _keep_vectors(self, opened: _Open, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
         width = require_dimensions(asked.dimensions, self._engine.plan.target.spec.d_embed)
@@ -237,8 +230,8 @@ class Batch:
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1
         done.answers += len(answers)
-        done.prompt_tokens += sum(answer.prompt_tokens for answer in answers)
-        done.cached_tokens += sum(answer.cached_tokens for answer in answers)
+        done.tokens.prompt += sum(answer.prompt_tokens for answer in answers)
+        done.tokens.cached += sum(answer.cached_tokens for answer in answers)
 
     def _fail(self, service: Service, todo: Todo, numbers: Sequence[int], why: NoRequest, done: Done) -> None:
         for number in numbers:

@@ -46,7 +46,7 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True)
-class Request:
+class LineRequest:
     """A line's request. `prompts`: token ids of each prompt. `chat`: the conversation that it is, if it is one."""
 
     custom_id: str
@@ -67,7 +67,7 @@ class Request:
         return 1 if isinstance(self.body, EmbeddingRequest) else self.body.n or 1
 
 
-def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
+def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> LineRequest:
     """The request of a line. `names`: by which the model may be called. Raises NoRequest."""
     try:
         value = loads_json(line.decode())
@@ -95,13 +95,13 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> Request:
             raise NoRequest("model_not_found", f"this batch is answered by {names[0]}, not by {body.model}", custom_id)
         if isinstance(body, ChatRequest):
             chat = chat_of(tokenizer, [message.plain() for message in body.messages], body.callable())
-            return Request(custom_id, body, (chat.ids,), chat)
+            return LineRequest(custom_id, body, (chat.ids,), chat)
         if isinstance(body, EmbeddingRequest):
             given = body.inputs()
             if not 0 < len(given) <= MAX_INPUTS:
                 raise BadRequest(f"a request may have 1 to {MAX_INPUTS} inputs, not {len(given)}")
-            return Request(custom_id, body, _ids(given, tokenizer))
-        return Request(custom_id, body, _prompts(body, tokenizer))
+            return LineRequest(custom_id, body, _ids(given, tokenizer))
+        return LineRequest(custom_id, body, _prompts(body, tokenizer))
     except ValidationError as error:
         raise NoRequest("invalid_request", what_is_wrong(error.errors())[0], custom_id) from None
     except (BadRequest, BrokenModel) as error:  # the tokenizer's process, which this text takes too much of, too
@@ -132,7 +132,7 @@ def _prompts(body: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], 
     return ids
 
 
-def echoed(request: Request, tokenizer: Tokenizer) -> tuple[str, ...]:
+def echoed(request: LineRequest, tokenizer: Tokenizer) -> tuple[str, ...]:
     """What is written before each answer; () where nothing is."""
     body = request.body
     if not isinstance(body, CompletionRequest) or not body.echo:

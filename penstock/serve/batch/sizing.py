@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.errors import DoesNotFit
 from penstock.runtime.host import Progress
-from penstock.serve.batch.answering import predicted_s
+from penstock.serve.batch.foretelling import predicted_s
 from penstock.serve.batch.survey import Survey
 from penstock.serve.loading import Loading, plan_here
 from penstock.spec.ask import MOST, Ask

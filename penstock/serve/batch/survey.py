@@ -7,29 +7,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import BadRequest
 from penstock.runtime.host import Progress
 from penstock.serve.api.errors import error_body
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import Lines, LineTooLong
-from penstock.serve.batch.requests import NoRequest, Request, custom_id_of, read
+from penstock.serve.batch.requests import LineRequest, NoRequest, custom_id_of, read
 from penstock.serve.guides import has_guides
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import PAGE_TOKENS
 
 CONTEXT_CODE = "context_length_exceeded"
+_MOST_KEPT_TOKENS = 1 << 20
 
 
 class Todo(NamedTuple):
-    """A line that is to be answered. `answers`: to all of its prompts. `prompt_tokens`: of these prompts together.
-    `output_tokens`: that each answer may have. `beginning`: what the first page of KV of its first prompt holds, so
-    that lines with the same one can follow each other."""
+    """A line that is to be answered. `answers`: to all of its `prompts`. `prompt_tokens`: of these prompts, as often as
+    each is answered. `output_tokens`: that each answer may have. `beginning`: what the first page of KV of its first
+    prompt holds, so that lines with the same one can follow each other. `shared_tokens`: of its first prompt, that the
+    first line with this beginning has too; 0 for that line."""
 
     number: int
     answers: int
     prompt_tokens: int
     output_tokens: int
     beginning: int
+    prompts: int = 1
+    shared_tokens: int = 0
 
 
 @dataclass
@@ -66,7 +73,7 @@ def survey(
 
     `names`: by which lines may call the model. `most_tokens`: of an answer whose line names no length. `context`: the
     most tokens of a prompt. Raises StorageFailed, and BadRequest where every line asks for another model."""
-    found, seen = Survey(), set[int]()
+    found, seen, beginnings = Survey(), set[int](), _Beginnings()
     others: dict[str, int] = {}
     refused: list[tuple[int, str, str, str | None]] = []  # line, code, message, custom_id
     for number in range(len(lines)):
@@ -82,7 +89,8 @@ def survey(
             if twice:
                 raise NoRequest("invalid_line", "an earlier line has the same custom_id", custom_id)
             request = read(text, names, tokenizer)
-            found.todo.append(_todo(number, request, found, tokenizer.generation_config, most_tokens, context))
+            todo = _todo(number, request, found, tokenizer.generation_config, most_tokens, context)
+            found.todo.append(todo._replace(shared_tokens=beginnings.shared(todo.beginning, request.prompts[0])))
         except NoRequest as error:
             if error.code == "model_not_found":
                 others[error.message] = others.get(error.message, 0) + 1
@@ -132,7 +140,7 @@ def _length(todo: Todo) -> int:
 
 
 def _todo(
-    number: int, request: Request, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
+    number: int, request: LineRequest, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
 ) -> Todo:
     """What is to be done for a line. Raises NoRequest."""
     try:
@@ -151,4 +159,31 @@ def _todo(
     beginning = hash(tuple(first[:PAGE_TOKENS])) if len(first) > PAGE_TOKENS else -1
     answers = len(request.prompts) * request.count
     prompt_tokens = request.count * sum(map(len, request.prompts))
-    return Todo(number, answers, prompt_tokens, max(1, min(params.max_tokens, context - longest + 1)), beginning)
+    output_tokens = max(1, min(params.max_tokens, context - longest + 1))
+    return Todo(number, answers, prompt_tokens, output_tokens, beginning, len(request.prompts))
+
+
+class _Beginnings:
+    """How many tokens of a prompt the first one has too that began alike. Of a million tokens of such first prompts;
+    those beyond share nothing that is known here."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, NDArray[np.int32]] = {}  # beginning → the first prompt, [n]
+        self._kept_tokens = 0
+
+    def shared(self, beginning: int, ids: Sequence[int]) -> int:
+        """`beginning`: -1 for a prompt that shares nothing."""
+        if beginning == -1:
+            return 0
+        try:
+            prompt = np.array(ids, np.int32)
+        except OverflowError:  # ids of no model: the line gets its error when it is asked
+            return 0
+        if beginning not in self._first:
+            if self._kept_tokens + len(prompt) <= _MOST_KEPT_TOKENS:
+                self._first[beginning] = prompt
+                self._kept_tokens += len(prompt)
+            return 0
+        both = min(len(prompt), len(self._first[beginning]))
+        differ = np.flatnonzero(prompt[:both] != self._first[beginning][:both])
+        return int(differ[0]) if len(differ) else both

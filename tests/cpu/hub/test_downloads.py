@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.hubs import web
 from penstock.hubs.pull import Pulled, find, pull
-from penstock.hubs.transfer import Repository
+from penstock.hubs.transfer import Repository, is_superseded
 from penstock.hubs.where import Where
 from penstock.serve.named import locate, to_plan
 from tests.cpu.hub.cases import INDEX, NOT_WANTED, Waits, check, name_of, refusal
@@ -126,13 +126,19 @@ def test_a_commit_is_the_one_that_was_asked_for(hub: FakeHub, where: Where) -> N
 
 
 def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
-    pull(name_of(), where)
+    before = pull(name_of(), where)
+    assert not is_superseded(str(before.path))
     hub.revisions["main"] = "b" * 40
     hub.repos["org/name"]["config.json"] += b" "
     again = pull(name_of(), where)
     assert (again.commit, again.brought_bytes) == ("b" * 40, len(files["config.json"]) + 1)
     found = find(name_of(), where)
     assert found is not None and found.path == again.path
+    assert is_superseded(str(before.path)) and is_superseded(str(before.path / "model.gguf"))
+    assert not is_superseded(str(again.path)) and not is_superseded(str(where.hub_cache))
+    hub.revisions[before.commit] = before.commit
+    pull(name_of(f"org/name:{before.commit}"), where)
+    assert not is_superseded(str(before.path))  # a commit that somebody names
 
 
 def test_headers_that_drip(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +220,7 @@ def test_a_server_without_ranges(hub: FakeHub, where: Where, files: dict[str, by
 def test_a_part_that_was_damaged_here_comes_once_more(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
     shard = files["model-00001-of-00002.safetensors"]
     assert where.hub_cache is not None
-    incomplete = Repository(where.hub_cache, "org/name").folder / "blobs" / hashlib.sha256(shard).hexdigest()
+    incomplete = Repository.of(where.hub_cache, "org/name").folder / "blobs" / hashlib.sha256(shard).hexdigest()
     incomplete.parent.mkdir(parents=True)
     incomplete.with_name(f"{incomplete.name}.incomplete").write_bytes(bytes(9000))
     told: list[tuple[int, int]] = []

@@ -3,9 +3,9 @@
 A block is a number of batches that go through a layer together. A batch is a multiple of 4 sequences and a block has
 fewer than 20 batches, "so there are not too many choices" (slides, "Cost Model and Policy Search"). There are three
 ways to attend to KV that is not at home on the device (`shape.ATTENDS`), and for each way some modes (`terms.modes`).
-For each block and mode, `terms` writes the program, `program` solves it, and `shape` rounds the shares to a plan. KV is
-placed by whole layers, so the program is solved again with KV fixed to whole layers. The plan differs from that
-solution by less than a granule of weights a layer.
+For each block and mode, `terms` writes the program, `programs/policy` solves it, and `shape` rounds the shares to a
+plan. KV is placed by whole layers, so the program is solved again with KV fixed to whole layers. The plan differs from
+that solution by less than a granule of weights a layer.
 
 The best block of each way and mode is a candidate, of one batch and of several where the CPU attends. `solve` simulates
 those that may win: the program knows nothing of lanes that wait for each other, or that work at once.
@@ -19,16 +19,18 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
+from penstock.planner.delegation import sentences
+from penstock.planner.paper_reasons import in_blocks
+from penstock.planner.programs import policy as lp
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
-from penstock.planner.solve.flexgen import program as lp
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.places import GPU, HOST, Executor
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes, round_up
+from penstock.units import round_up
 
 BATCH_STEP, MOST_BATCHES = 4, 19
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
@@ -43,7 +45,6 @@ _HOPELESS = 1.25
 # Who attends (ATTENDS), what may be where, and whether the CPU attends to one batch while the device computes another.
 # The program adds up what both compute, so it cannot tell what that gains.
 Way = tuple[str, Mode, bool]
-CANNOT_RUN = "attention on the CPU with its projections on the device"
 
 
 class BestPolicy(NamedTuple):
@@ -181,10 +182,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ask = problem.ask
     if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
         return
-    for (attends, *_), best in search(problem).items():
+    for best in search(problem).values():
         plan = plan_of(best)
         if plan is not None:
-            yield Candidate(_name(best), plan, _reasons(best, plan), CANNOT_RUN if attends == "cpu scores" else "")
+            yield Candidate(_name(best), plan, _reasons(best, plan))
 
 
 def _name(best: BestPolicy) -> str:
@@ -196,22 +197,14 @@ _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores o
 
 
 def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
+    """Sentences about the block, and what the program says of it."""
     shape, solution = best.shape, best.solution
-    here = "device memory" if shape.main == GPU.executor else "RAM"
-    policy, asked = shape.shares_of(plan), shape.problem.ask.batch
-    where = " · ".join(
-        f"{what} {share:.0%} in {place}" if place != "disk" else f"{what} {share:.0%} on the disk"
-        for what, shares in (("weights", policy.weights), ("KV", policy.kv))
-        for share, place in zip(shares, (here, "RAM", "disk"), strict=True)
-        if share > 0
-    )
-    rounds = -(-asked // shape.block)
+    placed = {part.key for part in shape.placed}
     return (
-        f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {shape.batches} batches of"
-        f" {shape.gpu_batch}: what streams crosses once a block and token",
-        f"{where} of {format_bytes(shape.placed_bytes)} and {format_bytes(shape.kv_bytes)}",
+        *in_blocks(plan, shape.problem.ask.batch, placed, shape.kv_bytes),
         f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
         f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
+        *sentences(plan, shape.problem.cost, shape.problem.half_way),
     )
 
 

@@ -6,25 +6,26 @@ is what the program counts. KV goes by whole layers. The layers of each tier are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.programs.policy import Shares
 from penstock.planner.solve.fill import Kv, Run, filled, units
-from penstock.planner.solve.flexgen.program import Policy, Shares
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.skeleton import most_together
 from penstock.spec.parts import Part
-from penstock.spec.places import DISK, GPU, HOST, Executor, Tier
+from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, tier_of
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB, round_up
 
 # Who attends to KV that is not at home on the device:
 # - "device": the device, to which KV crosses
 # - "cpu": the CPU computes attention with its projections
-# - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen. The runtime cannot do that yet
+# - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
@@ -118,30 +119,32 @@ class BlockShape:
         layout = Layout(self.home)
         return sum(layout.filled_bytes(arena.name) for arena in self.home.arenas if arena.name.endswith(".kv"))
 
+    def window_bytes(self, tier: int) -> Mapping[Tier, float]:
+        """Memory → bytes of its windows, in a plan in which all KV is at home in this tier (1: RAM, 2: the disk)."""
+        return self._ram_windows if tier == 1 else self._disk_windows
+
     @cached_property
-    def window_bytes(self) -> int:
-        """Bytes of the windows in a plan in which all KV moves through them."""
-        away: Shares = (0.0, 1.0, 0.0) if self.moved_tier == 1 else (0.0, 0.0, 1.0)
+    def _ram_windows(self) -> Mapping[Tier, float]:
+        return self._windows((0.0, 1.0, 0.0))
+
+    @cached_property
+    def _disk_windows(self) -> Mapping[Tier, float]:
+        return self._windows((0.0, 0.0, 1.0))
+
+    def _windows(self, away: Shares) -> Mapping[Tier, float]:
         # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.
         spec = self.problem.spec
         few = replace(self.problem, spec=replace(spec, layers=2 * tuple(dict.fromkeys(spec.layers))))
-        return sum(slot.nbytes for slot in Layout(replace(self, problem=few).plan(NEAR, away)).kv.windows)
+        found: dict[Tier, float] = {GPU.executor: 0.0, HOST: 0.0}
+        for slot in Layout(replace(self, problem=few).plan(NEAR, away)).kv.windows:
+            found[tier_of(slot.arena)] += slot.nbytes
+        return found
 
     @property
     def moved_tier(self) -> int:
-        """The tier whose KV comes through windows: RAM (1) if the device attends to all KV, else the disk (2)."""
+        """The nearest tier whose KV comes through windows: RAM (1) if the device attends to all KV, else the disk
+        (2)."""
         return 1 if self.main == GPU.executor and self.attends == "device" else 2
-
-    def shares_of(self, plan: Plan) -> Policy:
-        """The shares that a plan has, by the bytes of its units and the layers of its KV."""
-        weights, kv = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        tiers = {self.main: 0, DISK.tier: 2} if self.main == HOST else {self.main: 0, HOST: 1, DISK.tier: 2}
-        sizes = {part.key: part.granule_bytes for part in self.placed}
-        for unit in plan.units:
-            weights[tiers[unit.home]] += (unit.hi - unit.lo) * sizes.get(unit.part, 0) / self.placed_bytes
-        for home in plan.kv:
-            kv[tiers[home.home]] += (home.layers[1] - home.layers[0]) / self.problem.layers
-        return Policy((weights[0], weights[1], weights[2]), (kv[0], kv[1], kv[2]), (1.0, 0.0, 0.0))
 
     def _attends(self, home: Tier) -> Executor:
         """The executor of attention to KV with this home."""
@@ -178,6 +181,8 @@ class BlockShape:
             return round_up(share + 2 * max(passing), ARENA_ALIGN) if passing else 0
 
         whole = ring({HOST, DISK.tier} - {self.main})
+        if self.attends == "cpu scores" and whole:
+            whole = max(whole, round_up(most_together(units, self.problem.parts), ARENA_ALIGN))
         stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
 

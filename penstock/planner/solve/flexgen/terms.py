@@ -32,7 +32,7 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
-from penstock.planner.solve.flexgen import program as lp
+from penstock.planner.programs import policy as lp
 from penstock.planner.solve.flexgen.shape import NEAR, BlockShape
 from penstock.spec.model import Layer
 from penstock.spec.places import CPU, DISK, GPU, HOST
@@ -65,8 +65,8 @@ def modes(shape: BlockShape) -> Iterator[Mode]:
     if shape.main == HOST:
         every = [Mode(near, near), Mode(near, disk), Mode(disk, near), Mode(disk, _ONLY_DISK)]
     elif shape.attends == "device":
-        every = [Mode(near, near), Mode(near, ram)]
-        every += [Mode(weights, kv) for weights in (ram, ram_disk) for kv in (near, _ONLY_RAM)]
+        every = [Mode(near, near), Mode(near, ram), Mode(near, _ONLY_DISK)]
+        every += [Mode(weights, kv) for weights in (ram, ram_disk) for kv in (near, _ONLY_RAM, _ONLY_DISK)]
     else:
         # If the CPU attends, KV in RAM does not move.
         some, any_tier = ((False, True, False), (False, True, True)) if shape.attends == "cpu" else (ram, ram_disk)
@@ -132,18 +132,19 @@ class Terms:
         total, kv_total = float(shape.placed_bytes), float(shape.kv_bytes)
         ring = shape.ring_layers * total / self.layers
         slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
-        window = float(shape.window_bytes) if mode.kv[shape.moved_tier] else 0.0
+        moving = [shape.window_bytes(tier) for tier in (1, 2) if mode.kv[tier]]
+        windows = {tier: max((each[tier] for each in moving), default=0.0) for tier in (GPU.executor, HOST)}
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in shape.home.tier_bytes().items()}
         disk = lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total)), float(problem.machine.tier(DISK.tier).bytes)
         if shape.main == HOST:
-            constant = fixed[HOST] - total - kv_total + slack + window
+            constant = fixed[HOST] - total - kv_total + slack + windows[HOST]
             ram = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0)), float(problem.host_bytes)
             return {"disk": disk, "ram": ram}
         there = shape.attends == "device"  # the device attends to all KV, whatever its home
         granule = float(max(part.granule_bytes for part in shape.placed))
-        constant = fixed[GPU.executor] - total - there * kv_total + slack + there * window
+        constant = fixed[GPU.executor] - total - there * kv_total + slack + windows[GPU.executor]
         device = lp.Line(constant, (total, ring, ring), (kv_total, 0.0, 0.0)), float(problem.device_bytes)
-        constant = fixed[HOST] - (not there) * kv_total + slack + granule + (not there) * window
+        constant = fixed[HOST] - (not there) * kv_total + slack + granule + windows[HOST]
         ram = lp.Line(constant, (0.0, total, ring), (0.0, kv_total, 0.0)), float(problem.host_bytes)
         return {"disk": disk, "device": device, "ram": ram}
 
@@ -172,7 +173,7 @@ def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[
 
     for tier in (1, 2) if device else (2,):
         add(_less(seconds(1, weights=_IN[tier]), near), lambda s, at=tier: lp.Line(weights=_in(at, s)))  # type: ignore[misc]
-    for tier in {1, 2} - {home} if device and shape.attends != "device" else {shape.moved_tier}:
+    for tier in {1, 2} - {home} if device else {2}:
         # KV comes for each batch, with the tasks that bring it.
         more_s = _less(seconds(1, kv=_IN[tier]), near)
         kv_s = {(BATCH, lane): more_s[BATCH, lane] + more_s[ONCE, lane] for _, lane in more_s}

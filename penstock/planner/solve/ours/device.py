@@ -1,8 +1,8 @@
 """Plans beside a device: `filling` says what stays in device memory and in RAM, and the rest is on the disk.
 
 The FFN granules outside device memory are all computed by the CPU, or all lifted by the link, or each takes the share
-at which their layer is done first (`slicing`). Such a choice is a split. `layer_work` estimates the seconds of all
-splits, within some hundredths if no disk is read. `solve` simulates the best few.
+at which their layer is done first (`programs/slicing`). Such a choice is a split. `layer_work` estimates the seconds of
+all splits, within some hundredths if no disk is read. `solve` simulates the best few.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
+from penstock.planner.delegation import sentences
 from penstock.planner.reasons import beside_device
 from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.fill import all_of, usual_chunks
@@ -20,7 +21,7 @@ from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
-from penstock.spec.places import GPU, HOST, Tier
+from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_mib_up
 
@@ -42,6 +43,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 continue
             any_fits = True
             told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
+            told += sentences(plan, problem.cost, problem.half_way)
             yield Candidate(_name(plan, who, skeleton), plan, told)
             if all_there(plan):
                 return
@@ -81,13 +83,13 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
     the best first. In the given skeleton the device computes everything."""
     options: list[tuple[float, int, str, Skeleton]] = []
     layers, count = skeleton.problem.layers, _MOST_SPLITS
-    for attention_layers, kv_home in modes(skeleton):
-        whole = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home)
+    for attention_layers, kv_home, delegates in modes(skeleton):
+        whole = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
         estimate = _estimate(whole)
         if estimate is None:
             continue
         shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
-        if kv_home == HOST:  # only the split in which the device computes everything is tried with KV in RAM
+        if kv_home != GPU.executor:  # only the split in which the device computes everything is tried with KV away
             shares = {_LINK: shares[_LINK]}
         elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
             del shares["link and CPU"]
@@ -101,8 +103,9 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
     return [(who, split) for seconds, _, who, split in sorted(options)[:count] if seconds <= _HOPELESS * best_s]
 
 
-def modes(skeleton: Skeleton) -> list[tuple[int, Tier]]:
-    """(the number of layers whose attention the device computes, the home of their KV) of all ways that fit."""
+def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
+    """(the number of layers whose attention the device computes, the home of their KV, whether the CPU computes the
+    scores) of all ways that fit."""
     problem, layers = skeleton.problem, skeleton.problem.layers
 
     @cache
@@ -111,10 +114,13 @@ def modes(skeleton: Skeleton) -> list[tuple[int, Tier]]:
         return replace(skeleton, attention_layers=attention_layers).plan(there, {})
 
     streams = problem.fits(skeleton.plan({}, {}), GPU.executor)
-    fitting: list[tuple[int, Tier]] = [(layers, GPU.executor)] if streams else []
+    fitting: list[tuple[int, Tier, bool]] = [(layers, GPU.executor, False)] if streams else []
     stay = problem.most_on_device(layers, plan_of)
     if stay < layers:  # so many layers fit with their KV, and the CPU computes attention of the others
-        fitting += [(stay, GPU.executor), (layers, HOST)]
+        fitting += [(stay, GPU.executor, False), (layers, HOST, False)]
+        if not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
+            fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
+    fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
     return fitting
 
 
@@ -139,7 +145,7 @@ def _estimate(skeleton: Skeleton) -> Estimate | None:
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends = skeleton.attention_layers
     ffns, attention = share(problem.of_kind("ffn")), share(problem.of_kind("attn")[:attends])
-    there = Shares(ffns, attention, disk, True, skeleton.kv_home == HOST)
+    there = Shares(ffns, attention, disk, True, skeleton.kv_home != GPU.executor, skeleton.delegates)
     work = LayerWork(problem, skeleton.ring_bytes)
     return Estimate(work, skeleton.chunk_rows, there, attends, problem.head.key in stays)
 
@@ -149,5 +155,4 @@ def _name(plan: Plan, who: str, skeleton: Skeleton) -> str:
     if all_there(plan):
         return WHOLE
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers on the CPU"
-    where = ", KV in RAM" if skeleton.kv_home == HOST else ""
-    return f"{WHOLE}, {who}{cpu}{where}" + ("" if skeleton.prompts else ", prompts too")
+    return f"{WHOLE}, {who}{cpu}{skeleton.kv_words}" + ("" if skeleton.prompts else ", prompts too")

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.delegation import sentences
 from penstock.planner.reasons import layers_there, with_experts
 from penstock.planner.solve import fill
 from penstock.planner.solve.candidate import WHOLE, Candidate
@@ -39,8 +40,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ]
     for skeleton in [*sizes, replace(smallest(problem), prompts=False)]:
         found = False
-        for attention_layers, kv_home in device.modes(skeleton):
-            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home)
+        for attention_layers, kv_home, delegates in device.modes(skeleton):
+            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
@@ -133,9 +134,10 @@ def _name(plan: Plan, skeleton: Skeleton, where: str, who: str) -> str:
         return WHOLE
     layers = ", those of some layers on the device" if layers_there(plan) else ""
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
-    kv = ", KV in RAM" if skeleton.kv_home == HOST else ""
-    return f"{NAME}{where}{layers}{who}{cpu}{kv}"
+    return f"{NAME}{where}{layers}{who}{cpu}{skeleton.kv_words}"
 
 
 def _told(plan: Plan, skeleton: Skeleton) -> tuple[str, ...]:
-    return with_experts(plan, lift_reason(skeleton.problem, skeleton.ring_bytes), skeleton.prompts)
+    problem = skeleton.problem
+    told = with_experts(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
+    return told + sentences(plan, problem.cost, problem.half_way)

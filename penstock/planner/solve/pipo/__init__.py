@@ -1,9 +1,9 @@
 """PIPO's plans: attention and FFN are separate whole blocks, the device computes all of them, in one of two pipelines.
 
-Eq. 1 of the paper chooses the home of the weights and the pipeline by an account of bytes (`memory`). Here a plan's own
-bytes decide, and the result of Eq. 1 stands among the reasons. The overlapped pipeline has a ring for two blocks: one
-comes while the other computes. The memory-saving pipeline has a ring for one. KV lives in RAM (section 3.1.1). It lives
-on the device only if all weights do, so that nothing is offloaded (appendix C.7).
+Eq. 1 of the paper chooses the home of the weights and the pipeline by an account of bytes (`programs/pipo_memory`).
+Here a plan's own bytes decide, and the result of Eq. 1 stands among the reasons. The overlapped pipeline has a ring for
+two blocks: one comes while the other computes. The memory-saving pipeline has a ring for one. KV lives in RAM (section
+3.1.1). It lives on the device only if all weights do, so that nothing is offloaded (appendix C.7).
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from functools import cache, partial
 from itertools import product
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.paper_reasons import by_equation_1, in_pipeline
+from penstock.planner.programs import pipo_memory as memory
+from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, chunk_options
-from penstock.planner.solve.pipo import memory
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes, format_rate, round_up
+from penstock.units import round_up
 
-NAMES = {"overlapped": "PIPO, overlapped", "saving": "PIPO, memory-saving"}
+NAMES = {order: f"PIPO, {name}" for order, name in memory.PIPELINES.items()}
 PARTIAL = ", partly on the device"
 _SHARES = 256  # a share of weights on the device is a multiple of 1/256
-_PLACES = {GPU.executor: "in device memory", HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -49,7 +50,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def plan(
-    problem: Problem, choice: memory.Configuration, kv_home: Tier, chunk_rows: int, order: str | None = None,
+    problem: Problem, choice: Configuration, kv_home: Tier, chunk_rows: int, order: str | None = None,
     whole_blocks: bool = True,
 ) -> Plan:  # fmt: skip
     """The complete plan of a choice, whether it fits or not.
@@ -61,7 +62,7 @@ def plan(
     stay. The stage between disk and device holds twice as much as a ring of two blocks: with less, the disk would wait
     while a large block is lifted."""
     ask, parts = problem.ask, problem.parts
-    block, two = memory.block_bytes(problem) if whole_blocks else (0, 0)
+    block, two = _block_bytes(problem) if whole_blocks else (0, 0)
     granule = max(part.granule_bytes for part in parts.values() if part.kind not in PINNED)
     ring = round_up(max(two if choice.pipeline == "overlapped" else block, 2 * granule), ARENA_ALIGN)
     skeleton = Skeleton(
@@ -83,10 +84,10 @@ def _homes(problem: Problem) -> tuple[Tier, ...]:
     limits the weights that stay, only the disk is tried."""
     if problem.ask.resident_bytes is not None:
         return (DISK.tier,)
-    return memory.HOMES if memory.limits_of(problem).link_is_faster else (GPU.executor, DISK.tier)
+    return memory.HOMES if _limits(problem).link_is_faster else (GPU.executor, DISK.tier)
 
 
-def _whole(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan] | None:
+def _whole(problem: Problem, pipeline: str) -> tuple[Configuration, Plan] | None:
     """The first plan that fits: with all weights in the nearest home, with the nearest KV, with whole blocks, with the
     longest chunks of prompts. Only the memory-saving pipeline may cut blocks. None if nothing fits."""
     matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
@@ -98,7 +99,7 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan]
     }
     cuts = (True, False) if pipeline == "saving" else (True,)
     for home in (home for home in _homes(problem) if not too_large.get(home)):  # a quick check by the weights alone
-        choice = memory.Configuration(home, pipeline, float(home == GPU.executor))
+        choice = Configuration(home, pipeline, float(home == GPU.executor))
         kv_homes = (GPU.executor, HOST) if home == GPU.executor else (HOST,)
         for kv_home, whole_blocks, rows in product(kv_homes, cuts, chunk_options(problem.ask)):
             found = plan(problem, choice, kv_home, rows, whole_blocks=whole_blocks)
@@ -107,14 +108,14 @@ def _whole(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan]
     return None
 
 
-def _partial(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Plan] | None:
+def _partial(problem: Problem, pipeline: str) -> tuple[Configuration, Plan] | None:
     """The same share of every part on the device, as large as fits, and the rest in the nearest home that has room. The
     chunks of prompts are the longest that fit with nothing on the device. None if nothing fits."""
     for home in (home for home in _homes(problem) if home != GPU.executor):
 
         @cache
         def plan_of(rows: int, shares: int, home: Tier = home) -> Plan:
-            return plan(problem, memory.Configuration(home, pipeline, shares / _SHARES), HOST, rows)
+            return plan(problem, Configuration(home, pipeline, shares / _SHARES), HOST, rows)
 
         fitting = (rows for rows in chunk_options(problem.ask) if problem.fits(plan_of(rows, 0), GPU.executor))
         rows = next(fitting, None)
@@ -122,36 +123,33 @@ def _partial(problem: Problem, pipeline: str) -> tuple[memory.Configuration, Pla
             continue
         shares = problem.most_on_device(_SHARES - 1, partial(plan_of, rows))
         if shares and problem.fits(plan_of(rows, shares)):
-            return memory.Configuration(home, pipeline, shares / _SHARES), plan_of(rows, shares)
+            return Configuration(home, pipeline, shares / _SHARES), plan_of(rows, shares)
     return None
 
 
-def _candidate(problem: Problem, choice: memory.Configuration, plan: Plan) -> Candidate:
+def _candidate(problem: Problem, choice: Configuration, plan: Plan) -> Candidate:
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
     return Candidate(NAMES[choice.pipeline] + partly, plan, _reasons(problem, choice, plan))
 
 
-def _reasons(problem: Problem, choice: memory.Configuration, plan: Plan) -> tuple[str, ...]:
-    """A sentence with the result of Eq. 1 by the paper's account of bytes, and sentences about the plan."""
-    ask, limits, s = problem.ask, memory.limits_of(problem), memory.sizes(problem.spec, problem.weights, problem.kv)
-    tokens = ask.prompt_tokens + ask.output_tokens
-    published = memory.equation_1(s, ask.batch, tokens, limits)
-    need, kv = memory.peak_bytes(s, ask.batch, tokens, "overlapped"), s.kv_total_bytes(ask.batch, tokens)
-    account = (
-        f"PIPO Eq. 1: W {format_bytes(s.weights_bytes)} and M {format_bytes(need)} against "
-        f"{format_bytes(limits.device_bytes)} of the device, W and C {format_bytes(kv)} against "
-        f"{format_bytes(limits.host_bytes)} of RAM, link {format_rate(limits.link_bytes_per_s)}, disk "
-        f"{format_rate(limits.disk_bytes_per_s)}: weights {_PLACES[published.home]}, {NAMES[published.pipeline][6:]}"
-    )
-    where = f"all weights {_PLACES[choice.home]}"
-    if choice.home != GPU.executor:
-        where += ": each token lifts all of them"
-        if choice.on_device:
-            where = f"{choice.on_device:.0%} of the weights in device memory, the rest {_PLACES[choice.home]}"
-    lines = [account, where]
-    if ring := plan.ring_bytes.get(GPU.executor):
-        how = "two blocks: one comes while the other computes" if choice.pipeline == "overlapped" else "one block"
-        lines.append(f"a ring of {format_bytes(ring)}, for {how}")
-    home = plan.kv[0].home
-    lines.append(f"KV in {plan.kv[0].format.name} {_PLACES[home]}" + (", an attention ahead" if home == HOST else ""))
-    return tuple(lines)
+def _reasons(problem: Problem, choice: Configuration, plan: Plan) -> tuple[str, ...]:
+    """The account of Eq. 1, which is the paper's and not the plan's, and sentences about the plan."""
+    ask, s = problem.ask, memory.sizes(problem.spec, problem.weights, problem.kv)
+    account = by_equation_1(s, ask.batch, ask.prompt_tokens + ask.output_tokens, _limits(problem))
+    return account, *in_pipeline(plan, choice)
+
+
+def _limits(problem: Problem) -> memory.MachineLimits:
+    """The bytes that may be taken of both memories, and the machine's rates of lifts and of loads."""
+    cost, kind = problem.cost, problem.weights.kind
+    link, disk = cost.bytes_per_s(GPU.to_device, "lift", kind), cost.bytes_per_s(DISK.reads, "load", kind)
+    return memory.MachineLimits(problem.device_bytes, problem.host_bytes, link, disk)
+
+
+def _block_bytes(problem: Problem) -> tuple[int, int]:
+    """(bytes of the largest block, bytes of the largest two blocks that follow each other), as packed. A block is a
+    layer's attention or its FFN. Of the vocabulary a granule counts as a block, because it may come in many units."""
+    blocks = [part.nbytes for part in problem.parts.values() if part.kind in ("attn", "ffn")]
+    granule = problem.head.granule_bytes
+    pairs = [a + b for a, b in zip(blocks, [*blocks[1:], blocks[0]], strict=True)]
+    return max(*blocks, granule), max(*pairs, 2 * granule)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, gcd, inf
 
-from penstock.planner.solve import highs
+from penstock.planner.programs import highs
 
 LIMIT_S = 10.0  # the paper's solver takes about 10 seconds (section 6.3.3)
 CLOSE = 1e-4  # HiGHS stops at this gap, as a share of the impact

@@ -1,4 +1,4 @@
-"""ScheInfer's plans: every FFN in three slices GG, CG and CC, by the closed forms of `slicing`.
+"""ScheInfer's plans: every FFN in three slices GG, CG and CC, by the closed forms of `programs/slicing`.
 
 Device memory goes to the items that save the most seconds a byte: a layer's attention with its KV, granules of its FFN,
 the head (Eq. 14). Of the rest of each FFN, the link lifts r_CG and the CPU computes r_CC, as is best for decode
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.planner.homes import weights_bytes
+from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
-from penstock.planner.solve.scheinfer.slicing import Option, assign, best_n_g, best_r_cg
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part

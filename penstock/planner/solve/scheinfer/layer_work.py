@@ -20,9 +20,9 @@ from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
+from penstock.planner.programs.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.planner.solve.fill import all_of
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.planner.solve.skeleton import RING_BYTES, device_skeleton
 from penstock.spec.model import Layer
 from penstock.spec.parts import GRANULE_ROWS, Part
@@ -59,6 +59,7 @@ class Shares:
     disk            the share of the rest that is at home on a disk
     attends         the device computes attention
     kv_away         the device computes attention, and its KV lives in RAM
+    delegates       of that attention the CPU computes the scores
     """
 
     ffn: float = 0.0
@@ -66,6 +67,7 @@ class Shares:
     disk: float = 0.0
     attends: bool = True
     kv_away: bool = False
+    delegates: bool = False
 
 
 class LayerLines(NamedTuple):
@@ -154,7 +156,7 @@ class LayerWork:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
     def _learned(self, layer: Layer, step: PassSize, shares: Shares) -> LayerLines:
-        key = (layer, step, shares.attends, shares.kv_away)
+        key = (layer, step, shares.attends, shares.kv_away, shares.delegates)
         return self.problem.learned(key, lambda: _learn(self.problem, *key))
 
 
@@ -171,12 +173,14 @@ class _LayerSums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_away: bool) -> LayerLines:
+def _learn(
+    problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_away: bool, delegates: bool
+) -> LayerLines:  # fmt: skip
     """Learns a layer's seconds by lowering one such layer, and two."""
     ffn, cost = layer.ffns[0], problem.cost
     granules = -(-ffn.neurons // GRANULE_ROWS)
     wide = replace(layer, ffn=replace(ffn, neurons=max(ffn.neurons, _SLICES * GRANULE_ROWS)))
-    one, two = (_sums(problem, (wide,) * count, step, attends, kv_away) for count in (1, 2))
+    one, two = (_sums(problem, (wide,) * count, step, attends, kv_away, delegates) for count in (1, 2))
 
     def line(lane: Lane, home: Tier) -> SliceTime:
         count, fixed_s, moving_s = one.slices[lane, home]
@@ -188,7 +192,10 @@ def _learn(problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_awa
     lanes = Lanes(
         cpu_factor=cost.factor(CPU, frozenset({GPU.to_device})),
         link_factor=cost.factor(GPU.to_device, frozenset({CPU})),
-        ahead_s=other_s[GPU.kernels] + max(0.0, tasks_s[GPU.kernels] - launched_s) + tasks_s[CPU],
+        ahead_s=other_s[GPU.kernels]
+        + max(0.0, tasks_s[GPU.kernels] - launched_s)
+        + tasks_s[CPU]
+        + (other_s.get(CPU, 0.0) if delegates else 0.0),  # the device waits for the scores
         link_also_s=other_s.get(GPU.to_device, 0.0),
         cpu_also_s=other_s.get(CPU, 0.0) if not attends else 0.0,
     )
@@ -197,11 +204,14 @@ def _learn(problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_awa
     return LayerLines(block, ends_s)
 
 
-def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, attends: bool, kv_away: bool) -> _LayerSums:
+def _sums(
+    problem: Problem, layers: tuple[Layer, ...], step: PassSize, attends: bool, kv_away: bool, delegates: bool
+) -> _LayerSums:  # fmt: skip
     """The sums of a pass through these layers. The FFN of each lies in slices GG, CG and CC of one unit each."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
     attention, kv_home = len(layers) if attends else 0, HOST if kv_away else GPU.executor
     skeleton = device_skeleton(few, step.total_rows, attention, 0.5, kv_home, prompts=False)
+    skeleton = replace(skeleton, delegates=delegates)
     there = {part.key: part.granules // _SLICES for part in few.of_kind("ffn")}
     there |= all_of([few.head, *few.of_kind("attn")[:attention]])
     plan, cost = replace(skeleton, unit_bytes=few.parts["0.ffn"].nbytes).plan(there), problem.cost
@@ -230,7 +240,7 @@ class Estimate:
         self._work, self._head, self._r_gg, self.reads = work, head, shares.ffn, shares.disk > 0
         self._chunks = list(work.chunks(chunk_rows))
         self._alike: dict[tuple[Layer, Shares], list[int]] = {}  # → the numbers of these layers
-        cpu_attends = replace(shares, attention=0.0, attends=False, kv_away=False)
+        cpu_attends = replace(shares, attention=0.0, attends=False, kv_away=False, delegates=False)
         for i, layer in enumerate(work.problem.spec.layers):
             self._alike.setdefault((layer, shares if i < attention_layers else cpu_attends), []).append(i)
 

@@ -39,8 +39,8 @@ class TorchBinding:
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
         # The host's disks do the loading. Predictors, units that are asked for and formats of quantised folders, which
-        # alone have orders, are the CPU's.
-        others = ("load", "fetch", "pick", "recall", "fire", "predict", "order")
+        # alone have orders, are the CPU's. So is the cache that fresh rows are appended to.
+        others = ("load", "fetch", "pick", "recall", "fire", "predict", "order", "append")
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
@@ -57,7 +57,9 @@ class TorchBinding:
         for number, i in numbers.items():
             batch = task.calls[i].batch
             assert batch is not None
-            self._tables[number].fill(batch, self._layout.kv.pages_of(batch))
+            kv = self._layout.kv
+            fresh = kv.fresh(batch).pages if self._layout.delegated and not batch.continues else ()
+            self._tables[number].fill(batch, kv.pages_of(batch), fresh)
 
     def forget(self) -> None:
         """Task ids start over. Everything that was kept by a task's id is forgotten."""
@@ -115,11 +117,12 @@ class TorchBinding:
         layer, batch = op.layer, _batch(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         t, part = batch.total_rows, self._parts[unit.part]
+        places = tables.fresh_rows if op.fresh and batch.continues else (tables.positions, tables.sequence)
         attention.qkv(
             self._granules(op.weights, part), part, unit.lo, a, self._spec.norm, self._view(op.norms),
-            self._parts[f"{layer}.norms"], self._rows(op.h, t), tables.turn(layer), tables.positions, tables.sequence,
-            self._typed(op.q, torch.float32, (t, a.heads, a.head_dim)), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), self._kernels, self._scratch(op.scratch),
+            self._parts[f"{layer}.norms"], self._rows(op.h, t), tables.turn(layer), *places,
+            self._typed(op.q, torch.float32, (t, a.heads, a.head_dim)), self._pool(op, op.keys, batch),
+            self._pool(op, op.values, batch), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _attend(self, call: Call, op: ops.Attend) -> None:
@@ -127,8 +130,8 @@ class TorchBinding:
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
-            self._typed(op.q, torch.float32, shape), self._pool(op.keys, layer, batch),
-            self._pool(op.values, layer, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
+            self._typed(op.q, torch.float32, shape), self._pool(op, op.keys, batch),
+            self._pool(op, op.values, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
             self._typed(op.a, torch.float32, shape), batch.bound_rows, self._kernels, self._scratch(op.scratch),
             vector(self._view(op.norms[0]), self._parts[f"{layer}.norms"].block("sinks")) if op.norms else None,
         )  # fmt: skip
@@ -198,6 +201,12 @@ class TorchBinding:
                 self.move(source, target, lo, hi)
 
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
+        if op.fresh:
+            for lo, to, nbytes in self._layout.kv.fresh_spans(op.layer, _batch(call)):
+                for s, t in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
+                    target = Slot(t.arena, t.lo + to, t.lo + to + nbytes)
+                    self.move(Slot(s.arena, s.lo + lo, s.lo + lo + nbytes), target, 0, nbytes)
+            return
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
             for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=True):
                 self.move(source, target, lo, hi)
@@ -253,11 +262,14 @@ class TorchBinding:
         """uint8 [granules, bytes of a granule]."""
         return self._view(slot).view(-1, part.granule_bytes)
 
-    def _pool(self, slot: Slot, layer: int, batch: Batch) -> KvPool:
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
-        page_tokens = self._plan.page_tokens
+    def _pool(self, op: ops.Qkv | ops.Attend, slot: Slot, batch: Batch) -> KvPool:
+        """The pages of a slot of `Layout.kv`, or of fresh rows."""
+        a, kv, tables = self._spec.layers[op.layer].attention, self._layout.kv, self._tables[batch.id]
+        fmt, page_tokens, pages = kv.home(op.layer, batch).format, self._plan.page_tokens, tables.pages
+        if op.fresh:
+            page_tokens, pages = kv.fresh(batch).page_tokens, tables.fresh_pages
         blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
-        return KvPool(blocks, page_tokens, a.head_dim, fmt, self._tables[batch.id].pages)
+        return KvPool(blocks, page_tokens, a.head_dim, fmt, pages)
 
 
 def _batch(call: Call) -> Batch:

@@ -42,6 +42,7 @@ class Enqueued:
         return base_s + base_event.elapsed_time(self._begun) / 1e3, base_s + base_event.elapsed_time(self.ended) / 1e3
 
     def wait(self) -> None:
+        """Waits until the work is done. Raises DeviceFailed if it failed."""
         if self._error is None:
             try:
                 self.ended.synchronize()
@@ -51,7 +52,7 @@ class Enqueued:
             raise self._error
 
 
-class Ended:
+class AlreadyDone:
     """Work that was done as soon as it was enqueued."""
 
     done = True
@@ -61,6 +62,7 @@ class Ended:
         self.complete = error is None
 
     def wait(self) -> None:
+        """Returns at once. Raises the error by which the work failed, if it did."""
         if self._error is not None:
             raise self._error
 
@@ -84,6 +86,8 @@ class CudaStreams:
         return context
 
     def enqueue(self, lane: str, work: Callable[[], None], after: Sequence[Underway]) -> Underway:
+        """Begins `work` on a lane, after the tasks `after`. Raises DeviceFailed if launching fails, and PenstockErrors
+        of `work` as they are."""
         stream = self._streams[lane]
         try:
             with self._torch.device(self._device), self._torch.stream(stream):
@@ -128,7 +132,7 @@ class AtOnce:
             work()
         except Exception as caught:
             error = caught
-        return Ended(start_s, time.perf_counter(), error)
+        return AlreadyDone(start_s, time.perf_counter(), error)
 
 
 def failed(error: Exception) -> PenstockError:

@@ -30,6 +30,11 @@ class DeviceTables:
         self.pages = torch.zeros((plan.batch_seqs, most_pages), dtype=torch.int32, device=device)
         self._staged_pages = torch.zeros(self.pages.shape, dtype=torch.int32, pin_memory=device.type != "cpu")
         self._of_pages: Sequence[Sequence[int]] = ()  # that `pages` holds
+        # Fresh pages: of beginnings, or of other rows the one page 0 (`graph.fresh`).
+        self.fresh_pages = torch.zeros((plan.batch_seqs, most_pages), dtype=torch.int32, device=device)
+        self._of_fresh: Sequence[Sequence[int]] = ()
+        self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
         self._frequencies: dict[int, tuple[Tensor, float]] = {}
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._kind: list[int | None] = []
@@ -49,9 +54,10 @@ class DeviceTables:
         self._batch: Batch | None = None
         self._turned: set[int] = set()
 
-    def fill(self, batch: Batch, pages: Sequence[Sequence[int]]) -> None:
-        """Fills the tables, on the current stream. `pages[i]`: the pages of the batch's sequence i. The link may read
-        the staged copies until the pass ends; the next pass fills them only after that."""
+    def fill(self, batch: Batch, pages: Sequence[Sequence[int]], fresh: Sequence[Sequence[int]] = ()) -> None:
+        """Fills the tables, on the current stream. `pages[i]`: the pages of the batch's sequence i. `fresh`: likewise
+        its fresh pages, if they are several. The link may read the staged copies until the pass ends; the next pass
+        fills them only after that."""
         if batch == self._batch:
             return
         offset = 0
@@ -69,6 +75,12 @@ class DeviceTables:
                 self._staged_pages[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
             self.pages.copy_(self._staged_pages, non_blocking=True)
             self._of_pages = pages
+        if fresh != self._of_fresh:
+            self.fresh_pages.zero_()
+            for row, found in enumerate(fresh):
+                first = torch.arange(len(found), dtype=torch.int32, device=self._device)
+                self.fresh_pages[row, : len(found)] = first + found[0]  # consecutive, so nothing has to cross the link
+            self._of_fresh = fresh
         self._batch = batch
         self._turned.clear()
 
@@ -85,6 +97,11 @@ class DeviceTables:
     def sequence(self) -> Tensor:
         """The sequence of each row, by its place in the batch, int32 [T]."""
         return self._all[self._rows : self._rows + self._total]
+
+    @property
+    def fresh_rows(self) -> tuple[Tensor, Tensor]:
+        """As positions and sequence: those of rows that lie one after the other, as of one sequence, int32 [T] each."""
+        return self._numbers[: self._total], self._zeros[: self._total]
 
     @property
     def chosen(self) -> Tensor:

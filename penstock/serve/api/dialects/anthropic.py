@@ -114,7 +114,8 @@ class CountRequest(Sent):
     output_config: OutputConfig | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them, in OpenAI's form."""
+        """The messages as chat templates take them, in OpenAI's form. Raises BadRequest if the last one is the
+        assistant's."""
         if self.messages[-1].role == "assistant":
             raise BadRequest("the last message should be the user's: an answer cannot be begun for the model")
         found = [{"role": "system", "content": _text(self.preface)}] if self.preface else []

@@ -103,7 +103,7 @@ class Called(Sent):
     function: CalledFunction
 
 
-class Message(Sent):
+class OllamaMessage(Sent):
     """`tool_name`: of a message of a tool; Ollama's have no id of the call."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -132,7 +132,7 @@ class Message(Sent):
 class OllamaChat(_Asked):
     """A body of /api/chat."""
 
-    messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    messages: list[OllamaMessage] = Field(max_length=MAX_MESSAGES)
     tools: list[Any] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -167,10 +167,11 @@ class OllamaEmbed(Sent):
 
 
 class OllamaEmbedding(Sent):
-    """A body of /api/embeddings, which older clients send."""
+    """A body of /api/embeddings, which older clients send. `truncate`: as of /api/embed."""
 
     model: str
     prompt: str = ""
+    truncate: bool = True
     options: Options | None = None
     keep_alive: str | int | float | None = None
 
@@ -327,7 +328,7 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
         """Ollama leaves these at the length that they have."""
         if not body.prompt:
             return await loaded(body, {"embedding": []})
-        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=True))
+        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=body.truncate))
         return _vectors_body(found, '"embedding": ', ", ", {})
 
     def details(name: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class _Given(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class TextPart(_Given):
+class ResponseText(_Given):
     type: Annotated[Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"], TEXT_ALONE]
     text: str
 
@@ -41,7 +41,7 @@ class TextPart(_Given):
 class MessageItem(_Given):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    content: str | list[ResponseText]
 
 
 class CallItem(_Given):
@@ -54,12 +54,12 @@ class CallItem(_Given):
 class OutputItem(_Given):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | list[ResponseText]
 
 
 class ReasoningItem(_Given):
     type: Literal["reasoning"]
-    content: list[TextPart] | None = None
+    content: list[ResponseText] | None = None
 
 
 def _kind(item: Any) -> str:
@@ -77,7 +77,7 @@ Item = Annotated[
 ]
 
 
-class Format(Sent):
+class AnswerFormat(Sent):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -88,11 +88,11 @@ class Format(Sent):
 class TextConfig(Sent):
     """`verbosity`: means nothing."""
 
-    format: Format | None = None
+    format: AnswerFormat | None = None
     verbosity: str | None = None
 
 
-class FunctionChoice(Sent):
+class NamedFunction(Sent):
     type: Literal["function"]
     name: str
 
@@ -109,7 +109,7 @@ class ResponsesRequest(Sent):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     store: bool | None = None
@@ -154,7 +154,7 @@ class ResponsesRequest(Sent):
         tools = Tools(offered(self.tools or ()), parallel=self.parallel_tool_calls is not False)
         if not self.tools or self.tool_choice == "none":
             return None
-        if isinstance(self.tool_choice, FunctionChoice):
+        if isinstance(self.tool_choice, NamedFunction):
             return tools.only(self.tool_choice.name)
         return replace(tools, choice="required") if self.tool_choice == "required" else tools
 
@@ -198,7 +198,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, BaseModel) else value
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[ResponseText]) -> str:
     """A text, or parts of it."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

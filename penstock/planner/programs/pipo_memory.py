@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.planner.solve.problem import Problem
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import DISK, GPU, HOST, Tier
 
 HOMES = (GPU.executor, HOST, DISK.tier)
-# The performance-optimised and the memory-efficient pipeline, by the names of their orders in `spec.plan`.
-PIPELINES = ("overlapped", "saving")
+# An order of `spec.plan` → the pipeline's name: the performance-optimised and the memory-efficient one.
+PIPELINES = {"overlapped": "overlapped", "saving": "memory-saving"}
 
 
 @dataclass(frozen=True)
@@ -162,22 +161,3 @@ def equation_1(s: Sizes, batch: int, tokens: int, limits: MachineLimits) -> Conf
     else:
         home = DISK.tier
     return Configuration(home, "overlapped" if need < limits.device_bytes else "saving", float(home == GPU.executor))
-
-
-def limits_of(problem: Problem) -> MachineLimits:
-    """The limits of a problem: the bytes that may be taken of both memories, and the machine's rates of lifts and of
-    loads."""
-    link, disk = (problem.cost.bytes_per_s(lane, op, problem.weights.kind) for lane, op in _MOVES)
-    return MachineLimits(problem.device_bytes, problem.host_bytes, link, disk)
-
-
-_MOVES = ((GPU.to_device, "lift"), (DISK.reads, "load"))
-
-
-def block_bytes(problem: Problem) -> tuple[int, int]:
-    """(bytes of the largest block, bytes of the largest two blocks that follow each other), as packed. A block is a
-    layer's attention or its FFN. Of the vocabulary a granule counts as a block, because it may come in many units."""
-    blocks = [part.nbytes for part in problem.parts.values() if part.kind in ("attn", "ffn")]
-    granule = problem.head.granule_bytes
-    pairs = [a + b for a, b in zip(blocks, [*blocks[1:], blocks[0]], strict=True)]
-    return max(*blocks, granule), max(*pairs, 2 * granule)

@@ -25,7 +25,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from penstock.planner.solve import highs
+from penstock.planner.programs import highs
 from penstock.spec.places import DISK, GPU
 
 KINDS = ("weights", "kv", "acts")

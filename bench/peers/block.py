@@ -1,0 +1,145 @@
+"""`python -m bench.peers.block MODEL`: penstock answering one block of prompts, as a worker of `bench.throughput`.
+
+Prompts and decoding are two commands, so that ceilings can be read between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.peers import Answer, serve, token_ids
+from bench.peers.streamed import streamed_bytes
+from penstock.graph import ops
+from penstock.planner.bound import score_s, sequences
+from penstock.runtime import host
+from penstock.serve.answering import Answering, checked_ids
+from penstock.serve.engine import Engine
+from penstock.serve.generation import Generation
+from penstock.serve.loading import Loading
+from penstock.serve.sampling import SamplingParams
+from penstock.spec import plan as plans
+from penstock.spec.ask import Ask
+from penstock.spec.parts import head_key
+from penstock.spec.plan import Plan
+
+_BLOCKS = {"attn": ops.QKV_BLOCKS + ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS}
+
+
+class Block:
+    """One loaded engine, and one block of the ask's prompts: as many as its plan answers at once."""
+
+    def __init__(self, folder: Path, ask: Ask, cache: Path, plan: Plan | None) -> None:
+        self.ask = ask
+        self.engine = Engine.load(folder, ask, Loading(cache=cache, plan=plan))
+        self.plan = self.engine.plan
+        self.seqs = sequences(self.plan, ask)
+        self._answers: list[Generation] = []
+        self._pieces: Iterator[object] = iter(())
+
+    def facts(self) -> dict[str, Any]:
+        """What the plan and its prediction say. Bytes and operations are those of a decode pass of the block."""
+        plan, predicted, session = self.plan, self.engine.prediction, self.engine.session
+        kv = [{"layers": list(h.layers), "home": h.home, "format": h.format.name} for h in plan.kv]
+        load = self.engine.machine.rate("disk0", "load", plan.target.weights.kind)
+        return {
+            "seqs": self.seqs,
+            "block": [plan.batches_per_pass, plan.batch_seqs],
+            "chunk_rows": plan.chunk_rows,
+            "kv": kv,
+            "pass_streamed_bytes": streamed_bytes(plan),
+            "pass_weight_bytes": sum(plan.unit_bytes(u) for u in plan.units if _computed(plan, u.part)),
+            "pass_ops": matrix_ops(plan, self.seqs),
+            "planned_host_bytes": plan.tier_bytes()["host"],
+            "peak_exact": session.arena_bytes == plan.tier_bytes()["host"] - plan.process_bytes,
+            "predicted_prompts_s": predicted.ttft_s,
+            "predicted_decode_tokens_per_s": predicted.decode_tokens_per_s,
+            "predicted_s_per_token": score_s(predicted, plan, self.ask),
+            "probed_disk_bytes_per_s": 1 / load.s_per_byte,
+            "bound_by": predicted.bound_by,
+            "reasons": list(self.engine.solved.reasons),
+        }
+
+    def prompts(self, _: int) -> Answer:
+        """Reads all prompts of the block, up to the first token of each answer."""
+        vocab, engine = self.plan.target.spec.vocab, self.engine
+        wanted = [
+            checked_ids(token_ids(vocab, self.ask.prompt_tokens, s).tolist(), self.plan) for s in range(self.seqs)
+        ]
+        params = SamplingParams(max_tokens=self.ask.output_tokens, temperature=0.0, ignore_eos=True)
+        run = Answering(engine.session, engine.tokenizer, wanted, params, streams=False)
+        self._answers, self._pieces = run.answers, run.pieces()
+        for _ in range(self.seqs):
+            next(self._pieces)
+        return {"seconds": max(answer.ttft_s for answer in self._answers), "tokens": sum(map(len, wanted))}
+
+    def decode(self, _: int) -> Answer:
+        """The other tokens of the answers. `read_bytes`: that its passes took from slower tiers; `exact`: as many as
+        reading the weights that stream once a pass for the whole block makes, and the granules of the tokens' rows of
+        the embedding; None where KV comes from a slower tier too."""
+        for _ in self._pieces:
+            pass
+        answer, plan = self._answers[0], self.plan
+        kv_moves = any(home.home != plan.main for home in plan.kv)
+        return {
+            "seconds": answer.decode_s,
+            "tokens": answer.decode_tokens,
+            "passes": answer.decode_steps,
+            "read_bytes": answer.decode_disk_bytes,
+            "exact": None if kv_moves else answer.decode_disk_bytes == self._reads(answer.decode_steps),
+            "bytes_moved": answer.bytes_moved,
+            "peak_host_bytes": host.peak_rss_bytes(),
+        }
+
+    def _reads(self, steps: int) -> int:
+        """What decode passes should have read: see `decode`."""
+        plan = self.plan
+        table = plan.parts["embed"]
+        looked_up = any(unit.part == "embed" and unit.home == "disk0" for unit in plan.units)
+        row = table.granule_bytes if looked_up else 0
+        granules = 0
+        for step in range(steps):
+            fed = np.array([answer.token_ids[step] for answer in self._answers])
+            for batch in range(0, self.seqs, plan.batch_seqs):
+                granules += len(np.unique(fed[batch : batch + plan.batch_seqs] // table.granule_rows))
+        return steps * (streamed_bytes(plan) - row) + granules * row
+
+
+def _computed(plan: Plan, part: str) -> bool:
+    """Whether a decode pass multiplies with the part: all but an embedding that is no head."""
+    return part == head_key(plan.target.spec) or plan.parts[part].kind != "embed"
+
+
+def matrix_ops(plan: Plan, rows: int) -> float:
+    """Operations of all products of a decode pass with so many rows. Attention to what was said is not counted."""
+    total = 0.0
+    for part in plan.parts.values():
+        if part.kind in _BLOCKS or part.key == head_key(plan.target.spec):
+            blocks = _BLOCKS.get(part.kind, ops.VOCAB_BLOCKS)
+            total += ops.matrix_cost(part, 0, part.granules, blocks, rows)[1]
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser.add_argument("--ask", required=True, help="the fields of an Ask, as JSON")
+    parser.add_argument("--plan", type=Path, help="default: the plan of the ask")
+    wanted = parser.parse_args()
+
+    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+        plan = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
+        ours = Block(wanted.model, Ask(**json.loads(wanted.ask)), wanted.cache, plan)
+        return ours.facts(), {"prompts": ours.prompts, "decode": ours.decode}
+
+    serve(load)
+
+
+if __name__ == "__main__":
+    main()

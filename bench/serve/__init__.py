@@ -1,0 +1,1 @@
+"""What a server gives whose weights stream: `python -m bench.serve`."""

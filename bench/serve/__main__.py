@@ -1,0 +1,89 @@
+"""`python -m bench.serve`: what a server gives whose weights stream: many answers for one read of them.
+
+`streams`   8 and 32 streams within a budget, beside the best plan of one stream in the same cgroup, and beside 32
+            streams with all weights in memory, in turns. Contexts of 256 tokens.
+`resident`  8 streams with all weights in memory, beside llama.cpp with 8 sequences where llama-cpp-python is installed.
+`http`      what HTTP costs: 8 streams of the server beside the same in one process without it.
+`prompt`    a prompt of 512 tokens that joins eight streams: their 95th percentile of gaps beside that without it, and
+            its first token beside its time alone.
+`prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone,
+            beside the model's own pass, and after a restart (`bench.serve.turns`).
+`load`      requests that arrive by chance at three rates: waits for a sequence, first token and tokens/s beside those
+            that a scheduler on a virtual clock foretold, and beside what `/v1/plan` said (`bench.serve.load`).
+`soak`      64 streams at a time, a tenth cut off, malformed requests between: answers that are not those of the same
+            request alone, growth of memory, sequences that were not given back.
+
+All servers are processes of their own, in a cgroup where a budget is given. The clients are in this process and take
+processor time too. GB are 10^9 bytes. The last line is one JSON object with a figure of each part; what did not run is
+null there. The line before it has all figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.cgroup import whole_pages
+from bench.cpu import DEFAULT_SHAPES
+from bench.offload_engines import tell
+from bench.serve.joins import prompt
+from bench.serve.load import load
+from bench.serve.models import Bench, Figures
+from bench.serve.soak import soak
+from bench.serve.streams import http, resident, streams
+from bench.serve.turns import prefix
+from penstock.runtime import host
+from penstock.runtime.this_machine import cpu_name
+
+PARTS = ("streams", "resident", "http", "prompt", "prefix", "load", "soak")
+LIMIT_GB = 2.86
+# Of the last line; all figures are in the line before it.
+NAMES = ("streams_8_gain", "streams_32_gain", "vs_llamacpp_8", "gap_worst_ratio", "ttft_prefix_ratio",
+         "predicted_error_median", "wrong_answers", "pages_leaked")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keeps the models here (11 GB); default a temporary folder")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-gb", type=float, default=LIMIT_GB)
+    parser.add_argument(
+        "--minutes", type=float, default=12.0, help="of load; soak takes 10, or these if they are fewer"
+    )
+    parser.add_argument("--large", type=Path, default=DEFAULT_SHAPES["8b"], help="config.json of the shape for budgets")
+    parser.add_argument("--small", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of the shape for loads")
+    wanted = parser.parse_args()
+    start_s = time.perf_counter()
+    found: Figures = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+        folder = (wanted.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(folder, wanted.large, wanted.small, whole_pages(round(wanted.limit_gb * 1e9)))
+        parts: dict[str, Callable[[], Figures]] = {
+            "streams": lambda: streams(bench, wanted.rounds),
+            "resident": lambda: resident(bench, wanted.rounds),
+            "http": lambda: http(bench, wanted.rounds),
+            "prompt": lambda: prompt(bench, wanted.rounds),
+            "prefix": lambda: prefix(bench, wanted.rounds),
+            "load": lambda: load(bench, wanted.minutes),
+            "soak": lambda: soak(bench, min(10.0, wanted.minutes)),
+        }
+        for name in (name for name in PARTS if name in wanted.only):
+            found[name] = parts[name]()
+            tell(f"{name}: {json.dumps({k: v for k, v in found[name].items() if k != 'by_round'})}")
+    said: Figures = {name: next((part[name] for part in found.values() if name in part), None) for name in NAMES}
+    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    took_s = time.perf_counter() - start_s
+    about = {"bench": "serve", "rounds": wanted.rounds, "limit_gb": wanted.limit_gb, "machine": machine,
+             "took_s": took_s}  # fmt: skip
+    print(json.dumps({**about, **found}))
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

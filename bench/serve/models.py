@@ -1,0 +1,55 @@
+"""The models of `bench.serve`, the machine's figures, and servers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.clients import Stream, served
+from bench.offload_engines import tell
+from bench.peers import PROMPT_TOKENS, token_ids
+from bench.peers import random_gguf as gguf
+from penstock.runtime.probe import load_or_probe
+from penstock.spec.format import parse_format
+from penstock.store.packed import open_packed
+from penstock.store.synth import synth
+
+CONTEXT, OUTPUT_TOKENS = 256, 48
+
+Figures = dict[str, Any]
+
+
+class Bench:
+    """The models of `folder`: `large` for budgets, `small` for loads. Both may be one."""
+
+    def __init__(self, folder: Path, large: Path, small: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.configs = {"large": large, "small": small}
+        self.models = {name: folder / f"{config.stem}-int4" for name, config in self.configs.items()}
+        for name, config in self.configs.items():
+            if not self.models[name].exists():
+                tell(f"writing {self.models[name].name}")
+                synth(config, self.models[name], parse_format("int4"))
+        self.machine = load_or_probe(folder / "cache", disk_folder=folder, whole=True)
+        self.vocab = {name: open_packed(model).spec.vocab for name, model in self.models.items()}
+
+    def server(
+        self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS,
+        more: tuple[object, ...] = (),
+    ) -> Any:  # fmt: skip
+        """A server with KV room for the whole context of each of `batch` answers: requests here take all of it.
+        `more`: flags."""
+        flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
+        return served(self.folder, self.models[model], limit, *flags, "--kv-tokens", batch * context, *more)
+
+    def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:
+        return [
+            Stream(token_ids(self.vocab[model], prompt, seed + i).tolist(), output) for i in range(count)
+        ]  # fmt: skip
+
+    def gguf(self) -> Path:
+        file = self.folder / f"{self.configs['large'].stem}-q4_0.gguf"
+        if not file.exists():
+            tell(f"writing {file.name}")
+            gguf.write(self.configs["large"], file)
+        return file

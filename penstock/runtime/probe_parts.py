@@ -1,0 +1,74 @@
+"""The parts of the whole probe: their names, about how long each takes, and what it finds out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS
+from penstock.spec.machine import Rate, Reads, Sharing
+from penstock.spec.places import is_disk
+
+READS, TASKS, SMALL, SHARED, LOADS, RAM = (
+    "how the disk is best read", "scheduling", "small reads and writes", "the disk beside computing",
+    "loads from the disk", "reading RAM",
+)  # fmt: skip
+_OVERHEADS = ("task", "call", "pass")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`weight_s`: its share of the time, as seconds on a machine with nothing else to do."""
+
+    name: str
+    weight_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a part found out. Rates that it had no time for are missing."""
+
+    rates: tuple[Rate, ...] = ()
+    sharing: tuple[Sharing, ...] = ()
+    reads: tuple[Reads, ...] = ()
+
+
+def parts(formats: Sequence[str], kv_formats: Sequence[str]) -> tuple[Part, ...]:
+    """In the order in which they are measured."""
+    return (
+        Part(READS, 4.0),
+        *(Part(products(kind), 5.5) for kind in formats),
+        *(Part(attention(kv), 2.0) for kv in kv_formats),
+        Part(TASKS, 2.0),
+        Part(SMALL, 1.5),
+        Part(SHARED, 7.0),
+        Part(LOADS, 1.0),
+        Part(RAM, 0.5),
+    )
+
+
+def products(kind: str) -> str:
+    return f"{kind} products"
+
+
+def attention(kv: str) -> str:
+    return f"attention over {kv}"
+
+
+def part_of(rate: Rate, formats: Sequence[str]) -> str:
+    """The name of the part that measures a rate of the processor or the disk. `formats`: those that are measured. Ops
+    that do not depend on the format are measured with the first."""
+    if rate.op in _OVERHEADS:
+        return TASKS
+    if is_disk(rate.lane):
+        return SMALL if rate.op == "fetch" or rate.lane.startswith("disk_write") else LOADS
+    if rate.op in PRODUCTS:
+        return products(rate.format)
+    if rate.op == "attend":
+        return attention(rate.format)
+    return products(formats[0]) if rate.op in ROW_OPS else RAM
+
+
+def key(rate: Rate) -> tuple[str, str, str, int]:
+    """What no two rates of a machine share."""
+    return (rate.lane, rate.op, rate.format, rate.rows)

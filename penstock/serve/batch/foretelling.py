@@ -1,0 +1,129 @@
+"""Foretells how long a batch takes, from its lines as they are: lengths differ, and lines that begin alike share what
+they begin with. A scheduler takes them on a virtual clock, as `answering` does on the real one (`serve.foretold`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.planner.pass_times import PassTimes
+from penstock.planner.predict import Prediction
+from penstock.serve.batch.survey import Todo
+from penstock.serve.foretold import Clock
+from penstock.serve.pages import Ids
+from penstock.serve.scheduler import Scheduler, all_rows
+from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
+from penstock.spec.plan import Plan
+
+# Beyond so many passes, or rows in them, the rest is taken to go on at the same pace. They take some seconds.
+_MOST_PASSES, _MOST_ROWS = 2000, 1 << 18
+AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
+
+
+@dataclass(frozen=True)
+class Foretelling:
+    """`ends_s[i]`: seconds until i + 1 answers are whole, ascending."""
+
+    ends_s: Sequence[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def seconds(self) -> float:
+        """Of all answers."""
+        return self.ends_s[-1] if self.ends_s else 0.0
+
+    def left_s(self, answers: int) -> float:
+        """Seconds that are left when so many answers are whole."""
+        return self.seconds - self._until_s(answers)
+
+    def left_at_pace_s(self, answers: int, spent_s: float) -> float | None:
+        """The same, where what was done so far took `spent_s`: what is left takes as many times as long as was
+        foretold. None before the first answer."""
+        until_s = self._until_s(answers)
+        return self.left_s(answers) * spent_s / until_s if until_s else None
+
+    def _until_s(self, answers: int) -> float:
+        return self.ends_s[min(answers, len(self.ends_s)) - 1] if answers and self.ends_s else 0.0
+
+
+def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> float:
+    """Seconds for so many answers of the ask's lengths, as many at once as the plan has room for, block after block."""
+    at_once = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    return prediction.total_s * answers / max(1, min(at_once, answers))
+
+
+def foretell(plan: Plan, prediction: Prediction, ask: Ask, machine: MachineSpec, todo: Sequence[Todo]) -> Foretelling:
+    """What becomes of lines that are taken in this order. Each is taken to say all that it may.
+
+    Of passes with several batches only the plan's own prediction knows what their prompts take together. There what
+    lines say, and what they read, is taken to go at the speed of the ask's block."""
+    places = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    if plan.batches_per_pass == 1:
+        return in_passes(plan, PassTimes(plan, machine, "prefill"), todo, places)
+    answers = sum(each.answers for each in todo)
+    said = sum(each.answers * each.output_tokens for each in todo)
+    read = sum(map(_rows, todo)) - sum(each.answers * (each.output_tokens - 1) for each in todo)
+    whole_s = prediction.ttft_s * read / (places * ask.prompt_tokens)
+    whole_s += (prediction.total_s - prediction.ttft_s) / ask.output_tokens * said / min(places, answers)
+    return Foretelling(array("d", (whole_s * (i + 1) / answers for i in range(answers))))
+
+
+def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -> Foretelling:
+    """The same, pass by pass. `places`: answers at once."""
+    prompts: dict[int, Ids] = {}
+
+    def ids(request: int, start: int, count: int) -> Ids:
+        known = prompts[request][start : start + count]
+        return np.concatenate([known, np.full(count - len(known), -1 - request, np.int32)])
+
+    scheduler = Scheduler(plan, all_rows(plan), 1 << 60, ids, mixed="prefill")
+    clock, coming = Clock(scheduler, times, {}), _requests(todo)
+    total_rows, done_rows, number = sum(map(_rows, todo)), 0, 0
+    ends, more = array("d"), True
+    for _ in range(_MOST_PASSES):
+        while more and number - len(clock.end_s) < 2 * places + AHEAD:
+            request = next(coming, None)
+            if request is None:
+                more = False
+                break
+            prompts[number], output = request
+            clock.submit(number, prompts[number], output, clock.now_s)
+            number += 1
+        if done_rows > _MOST_ROWS or not clock.step():
+            break
+        done_rows += clock.rows
+        for request_over in clock.over:
+            ends.append(clock.now_s)
+            del prompts[request_over]
+    left = sum(each.answers for each in todo) - len(ends)
+    if left:
+        last_s = ends[-1] if ends else 0.0
+        whole_s = clock.now_s * max(1.0, total_rows / max(1, done_rows))
+        ends.extend(last_s + (whole_s - last_s) * (i + 1) / left for i in range(left))
+    return Foretelling(ends)
+
+
+def _rows(todo: Todo) -> int:
+    """Rows that go through the model for a line: of its prompts, without what others have read, and of its answers."""
+    copies = todo.answers // todo.prompts
+    return todo.prompt_tokens // copies - todo.prompts * todo.shared_tokens + todo.answers * (todo.output_tokens - 1)
+
+
+def _requests(todo: Sequence[Todo]) -> Iterator[tuple[Ids, int]]:
+    """(made-up ids of a prompt, int32 [n], tokens of the answer) of each answer: what lines share is the same."""
+    groups: dict[int, int] = {}
+    for line, each in enumerate(todo):
+        length, copies = each.prompt_tokens // each.answers, each.answers // each.prompts
+        group = groups.setdefault(each.beginning, len(groups)) if each.beginning != -1 else -1
+        for prompt in range(each.prompts):
+            own = 1 + (line * 7919 + prompt) % (1 << 30)
+            # The first line of a group is what the others share the beginning of.
+            alike = length if group >= 0 and not each.shared_tokens else min(length, each.shared_tokens)
+            found = np.concatenate(
+                [np.full(alike, -2 - group, np.int32), np.full(length - alike, own, np.int32)]
+            )  # fmt: skip
+            for _ in range(copies):
+                yield found, each.output_tokens
