@@ -84,7 +84,7 @@ bench-pipo: .venv/run.stamp ## PIPO's tables for this machine, 1B shape: ablatio
 bench-policies: .venv/test.stamp .venv/plot.stamp ## hit rates of every way to keep experts, over a trained model; a page and a picture into docs/
 	@$(BIN)/python -m bench.policies --plot docs/experts.svg --table docs/EXPERTS.md $(ARGS)
 
-bench-sparsity: .venv/test.stamp .venv/plot.stamp ## neurons that do not fire: which of trained models, a page and a picture into docs/; what leaving them out gains
+bench-sparsity: .venv/test.stamp .venv/bench.stamp .venv/plot.stamp ## neurons that do not fire: which of trained models, a page and a picture into docs/; what leaving them out gains
 	@$(BIN)/python -m bench.sparsity --plot docs/sparsity.svg --table docs/SPARSITY.md $(ARGS)
 
 bench-experts: .venv/bench.stamp ## 30 billion weights in experts, in RAM and within 13.5, 9.2 and 4.9 GB, against llama.cpp

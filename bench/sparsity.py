@@ -5,6 +5,8 @@
            (Figure 14), and beside the bound that the bytes set; and predict beside off, with predictors of 7 % of the
            parameters (Table 6) that call 5 % of the neurons active. They are stated (`bench.stated_predictors`)
     disk   the same shape within 2.4 GB, the rest on the disk, by `bench.sparsity_disk`: off, exact, predict
+    nemotron  a Nemotron with OPT-6.7B's layers beside llama.cpp, dense, by `bench.sparsity_nemotron`
+    placement  hot and cold neurons beside an emulated device, by `bench.sparsity_placement`
     predict  tale-opt and tale-relu with predictors that are trained for them: sizes, recall, and what they cost on text
            that neither has seen, by `penstock eval`
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
@@ -28,9 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from bench import sparsity_page
 from bench.peers import Worker
 from bench.peers.ours import BATCHES
 from bench.sparsity_disk import hot_to_cold, with_rates, within_disk
+from bench.sparsity_nemotron import beside_llamacpp
+from bench.sparsity_peers import milliseconds
+from bench.sparsity_placement import placements
 from bench.stated_predictors import state
 from bench.tale_sparsity import BOOKS, MODELS
 from penstock import _native
@@ -59,7 +65,7 @@ LAYOUTS = {
 STATED_ACTIVE, STATED_SHARE = 0.05, 0.07  # of the neurons, and of the parameters
 RECALL = 0.98
 
-PARTS = ("ops", "ram", "disk", "predict", "tale")
+PARTS = ("ops", "ram", "disk", "nemotron", "placement", "predict", "tale")
 
 Figures = dict[str, float]
 
@@ -137,7 +143,7 @@ class Operator:
         )  # fmt: skip
 
     def round(self) -> Figures:
-        """Time at so many percent of zeros over the dense kernel's."""
+        """Time at so many percent of zeros over the dense kernel's, and that in milliseconds."""
         dense_s = self._time(self._tiles)
         self._fires(0)
         first_s = self._time(self._sparse)
@@ -145,18 +151,19 @@ class Operator:
         for zeros in ZEROS:
             self._fires(1 - zeros / 100)
             found[str(zeros)] = (self._time(self._sparse) - first_s) / dense_s
-        return found
+        return {**found, "dense_ms": 1e3 * dense_s}
 
 
 # ---- a model in memory --------------------------------------------------------------------------------------------
 
 
-def make(folder: Path, weights: str) -> Path:
-    target = folder / f"{SHAPE}-{weights}"
+def make(folder: Path, weights: str, shape: str = SHAPE) -> Path:
+    """A model of a shape (a name, or a config's file) in `folder`, with rates or with stated predictors."""
+    target = folder / f"{Path(shape).stem if shape.endswith('.json') else shape}-{weights}"
     if not target.exists():
         print(f"writing {target.name}", flush=True)
         rates = [] if weights.endswith("records") else ["--activation-rate", RATES]  # predictors decide, not rates
-        command = ["synth", SHAPE, target, "--weights", weights, *rates]
+        command = ["synth", shape, target, "--weights", weights, *rates]
         subprocess.run([sys.executable, "-m", "penstock.cli", *map(str, command)], check=True)
     if weights.endswith("records") and not (target / PREDICTORS).exists():
         print(f"stating predictors of {target.name}", flush=True)
@@ -258,6 +265,7 @@ def _priced(model: Path, packed: Path, text: Path, held_out: Path) -> dict[str, 
     kinds = {kind: [p for p in opened.parts.values() if p.kind == kind] for kind in ("ffn", "predictor")}
     own, ffn = (sum(part.nbytes for part in kinds[kind]) for kind in ("predictor", "ffn"))
     whole = sum(p.weights_of(0, p.granules) for p in opened.parts.values() if p.kind != "predictor")
+    width, neurons = opened.spec.d_model, opened.spec.layers[0].ffns[0].neurons
     priced = command("eval", packed, held_out, "--sparsity", "predict", "--against", packed, "--json")
     exact = command("eval", packed, held_out, "--sparsity", "exact", "--json")
     found = {
@@ -269,7 +277,10 @@ def _priced(model: Path, packed: Path, text: Path, held_out: Path) -> dict[str, 
         "kl": priced["kl"],
         "agree": priced["agree"],
         "seconds": seconds,
-        "layers": told["layers"],
+        "layers": [
+            {**layer, "active": layer["active"][0], "weights": layer["rank"] * (width + neurons)}
+            for layer in told["layers"]
+        ],
     }
     print(f"{model.name}: { ({k: round(v, 4) for k, v in found.items() if k != 'layers'}) }", flush=True)
     return found
@@ -285,6 +296,14 @@ def trained(plot: Path | None, table: Path | None) -> dict[str, Any]:
     return found
 
 
+def _with_skew(priced: dict[str, Any] | None, fired: dict[str, Any] | None) -> None:
+    """Gives each layer of a model with predictors how few of its neurons make 80 % of its activations."""
+    if not priced or not fired:
+        return
+    for layer, row in zip(priced["layers"], fired["rows"], strict=False):  # the last row is of all layers
+        layer["makes"] = row["makes"]["0.8"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (11.4 GB); default a temporary folder")
@@ -296,8 +315,11 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, help="of the trained models, an SVG")
     parser.add_argument("--table", type=Path, help="of the trained models, a page")
+    parser.add_argument("--results", type=Path, help="keeps results here, and takes parts that are not run from it")
     wanted = parser.parse_args()
     result: dict[str, Any] = {"ops": None, "ram": None, "disk_2.4": None, "tale_opt": None, "cuda": None}
+    if wanted.results and wanted.results.exists():
+        result |= json.loads(wanted.results.read_text())
     if "ops" in wanted.only:
         result["ops_by_format"] = {}
         for name in FORMATS:
@@ -306,7 +328,9 @@ def main() -> None:
             rounds = [operator.round() for _ in range(4 * wanted.rounds)]
             result["ops_by_format"][name] = median_of(rounds)
             print(f"{name}: {result['ops_by_format'][name]}", flush=True)
-        result["ops"] = result["ops_by_format"]["int4"]
+        result["ops"] = {str(zeros): result["ops_by_format"]["int4"][str(zeros)] for zeros in ZEROS}
+        result["ops_peers"] = milliseconds(SIZE, COPIES // 2, ZEROS, wanted.threads, wanted.rounds)
+        print(json.dumps(result["ops_peers"], indent=1))
     if "ram" in wanted.only:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
             folder = wanted.folder or Path(temporary)
@@ -320,12 +344,33 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             result["disk_2.4"] = on_disk(folder, wanted.rounds, wanted.layouts)
         print(json.dumps(result["disk_2.4"], indent=1))
+    if "nemotron" in wanted.only:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+            folder = wanted.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            some = {name: LAYOUTS[name] for name in ("off", "exact", "predict") if name in wanted.layouts}
+            result["nemotron"] = beside_llamacpp(make, folder, wanted.rounds, wanted.threads, some)
+        print(json.dumps(result["nemotron"], indent=1))
+    if "placement" in wanted.only:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
+            folder = wanted.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            result["placement"] = placements(folder, wanted.rounds, STATED_ACTIVE, STATED_SHARE, STEEPNESS)
     if "predict" in wanted.only:
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
             by_model = predicted(Path(temporary))
         result |= {"tale_opt": by_model["tale-opt"], "tale_relu": by_model["tale-relu"]}
     if "tale" in wanted.only:
         result["tale"] = trained(wanted.plot, wanted.table)
+    for key in ("tale_opt", "tale_relu"):
+        fired = {each["model"]: each for each in (result.get("tale") or {}).get("models", ())}
+        _with_skew(result.get(key), fired.get(key.replace("_", "-")))
+    if wanted.results:
+        wanted.results.write_text(json.dumps(result))
+    if wanted.table and wanted.table.exists():
+        page, picture = wanted.table.read_text(), wanted.table.parent / "predictors.svg"
+        wanted.table.write_text(page.split(sparsity_page.BEGINS)[0] + sparsity_page.tables(result, picture.name))
+        sparsity_page.draw(result, picture)
     machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
     print(json.dumps({"bench": "sparsity", "rounds": wanted.rounds, "machine": machine, **result}))
 

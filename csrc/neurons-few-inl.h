@@ -103,6 +103,39 @@ void fire_records(const FfnOp& op, const Four& four, const Zeros& zeros, const f
     wanted.count = kept;
 }
 
+// to [t, D] += the neurons of a four that are listed, granule by granule, by integer products.
+void sum_codes(const FfnOp& op, const Four& four, const Wanted& wanted, int t, float* to) {
+    const Matrix& down = op.shape.down;
+    const int d = op.shape.width();
+    const auto row_of = [&](int i) {
+        const int g = wanted.at[i] / kGranuleRows;
+        const std::uint8_t* const granule = op.weights.data + std::size_t(four.lo + g) * op.weights.stride;
+        return row_at(down, granule, wanted.at[i] % kGranuleRows);
+    };
+    for (int lo = 0, hi; lo < wanted.count; lo = hi) {
+        const int g = wanted.at[lo] / kGranuleRows;
+        for (hi = lo; hi < wanted.count && wanted.at[hi] / kGranuleRows == g;) ++hi;
+        const int ahead_count = std::min(wanted.count - hi, hi - lo + kTogether);
+        const std::uint8_t* ahead[kGranuleRows + kTogether];
+        for (int i = 0; i < ahead_count; ++i) ahead[i] = row_of(hi + i);
+        for (int i = 0; i < ahead_count; ++i) {
+            prefetch_run(ahead[i] + down.codes_bytes(), row_bytes(down) - down.codes_bytes());
+        }
+        for (int row = 0; row < t; row += kPair) {
+            const bool two = row + 1 < t;
+            float* const sums[kPair] = {to + std::ptrdiff_t(row) * d, to + std::ptrdiff_t(row + (two ? 1 : 0)) * d};
+            Some some;
+            for (int i = lo; i < hi; ++i) {
+                const float first = wanted.values[i][row], second = two ? wanted.values[i][row + 1] : 0.0F;
+                if (!op.skips || first != 0.0F || second != 0.0F) some.add(row_of(i), first, second);
+            }
+            const int fetched = row == 0 ? ahead_count : 0;
+            two ? add_some<2>(down, some, 0, d, sums, ahead, fetched)
+                : add_some<1>(down, some, 0, d, sums, ahead, fetched);
+        }
+    }
+}
+
 // to [T, D] = the sum over the neurons of a four.
 void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
     const FfnShape& shape = op.shape;
@@ -141,6 +174,7 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
         });
     }
     begin_sum(four.continues ? op.sum.pending : nullptr, std::size_t(t) * std::size_t(d), to);
+    if (down.kind == Kind::kInt4 && !op.exact) return sum_codes(op, four, wanted, t, to);
     by_kind(down, [&]<Kind kind>() {
         const std::uint8_t *rows[kTogether], *next[kTogether];
         const float* values[kTogether];

@@ -85,13 +85,15 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
     });
 }
 
-// sum [rows, kSumColumns] += the neurons of a granule, for the columns from `column` on.
+constexpr int kHeldColumns = 128;  // of a neuron's row, as floats in registers
+
+// sum [rows, kSumColumns] += the neurons of a granule, for up to kHeldColumns columns from `column` on.
 template <Kind kind>
 void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum) {
-    constexpr int kVectors = kSumColumns / 16;
+    constexpr int kVectors = kHeldColumns / 16;
     const Matrix& down = op.shape.down;
     const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
-    const int end = std::min(column + kSumColumns, up_to(down.cols, kLineColumns));
+    const int end = std::min(column + kHeldColumns, up_to(down.cols, kLineColumns));
     for (int i = 0; i < op.shape.up.rows; ++i) {
         if (from.count[i] == 0) continue;
         NeuronRow<kind> row(down, row_at(down, granule, i));
@@ -106,6 +108,30 @@ void add_columns(const FfnOp& op, int g, const Values& from, int column, float* 
             const F value = f_set(from.value[at + j]);
             for (int k = 0; k < kVectors; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
         }
+    }
+}
+
+// sum [count, kSumColumns] += the neurons of a granule by integer products, for `columns` columns from `column` on.
+void add_codes(const FfnOp& op, int g, const Values& from, int column, int columns, int count, float* sum) {
+    const Matrix& down = op.shape.down;
+    const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
+    int seen[kGranuleRows] = {};  // of each neuron, how many of its rows came before
+    for (int row = 0; row < count; row += kPair) {
+        Some some;
+        for (int i = 0; i < op.shape.up.rows; ++i) {
+            float value[kPair] = {};
+            const int before = seen[i];
+            for (int k = 0; k < kPair; ++k) {
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows + seen[i];
+                if (seen[i] < from.count[i] && from.row[at] == row + k) value[k] = from.value[at], ++seen[i];
+            }
+            if (seen[i] > before) some.add(row_at(down, granule, i), value[0], value[1]);
+        }
+        const bool two = row + 1 < count;
+        float* const to = sum + std::ptrdiff_t(row) * kSumColumns;
+        float* const sums[kPair] = {to, two ? to + kSumColumns : to};
+        two ? add_some<2>(down, some, column, column + columns, sums, nullptr, 0)
+            : add_some<1>(down, some, column, column + columns, sums, nullptr, 0);
     }
 }
 
@@ -136,11 +162,16 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
         } else {
             std::fill_n(own, std::ptrdiff_t(count) * kSumColumns, 0.0F);
         }
-        by_kind(op.shape.down, [&]<Kind kind>() {
-            for (int g = four.lo; g < four.hi; ++g) {
-                add_columns<kind>(op, g, values[std::size_t(g - fours.begin)], column, own);
+        for (int g = four.lo; g < four.hi; ++g) {
+            const Values& from = values[std::size_t(g - fours.begin)];
+            if (op.shape.down.kind == Kind::kInt4 && !op.exact) {
+                add_codes(op, g, from, column, columns, count, own);
+                continue;
             }
-        });
+            by_kind(op.shape.down, [&]<Kind kind>() {
+                for (int c = 0; c < columns; c += kHeldColumns) add_columns<kind>(op, g, from, column + c, own + c);
+            });
+        }
         if (four.keeps) {
             each([&](std::ptrdiff_t at, float* from, int some) { store_some(sum.pending + at, f_load(from), some); });
         } else if (starts) {

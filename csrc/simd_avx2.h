@@ -292,4 +292,38 @@ inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     return {dot8<nibbles>(acc.a, weights.a, a), dot8<nibbles>(acc.b, weights.b, a)};
 }
 
+// Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
+inline __m256i fours8(__m256i a, __m256i b, __m256i c, __m256i d) {
+    const __m256i low = _mm256_set1_epi32(255);
+    const __m256i ab = _mm256_or_si256(_mm256_and_si256(a, low), _mm256_slli_epi32(_mm256_and_si256(b, low), 8));
+    const __m256i cd = _mm256_or_si256(_mm256_slli_epi32(_mm256_and_si256(c, low), 16), _mm256_slli_epi32(d, 24));
+    return _mm256_or_si256(ab, cd);
+}
+inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
+    auto* const v = reinterpret_cast<__m256i*>(to);
+    _mm256_storeu_si256(v, fours8(a.a, b.a, c.a, d.a));
+    _mm256_storeu_si256(v + 1, fours8(a.b, b.b, c.b, d.b));
+}
+
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
+constexpr int kQuadLines = 2;
+struct Quads {
+    Line low[kQuadLines], high[kQuadLines];
+};
+inline Quads quads_of(const std::uint8_t* const* rows) {
+    const __m256i turned = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    __m256i row[4];
+    for (int i = 0; i < 4; ++i) {
+        row[i] = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i])), turned);
+    }
+    const __m256i first = _mm256_unpacklo_epi8(row[0], row[1]), second = _mm256_unpackhi_epi8(row[0], row[1]);
+    const __m256i third = _mm256_unpacklo_epi8(row[2], row[3]), fourth = _mm256_unpackhi_epi8(row[2], row[3]);
+    const Line both[kQuadLines] = {{_mm256_unpacklo_epi16(first, third), _mm256_unpackhi_epi16(first, third)},
+                                   {_mm256_unpacklo_epi16(second, fourth), _mm256_unpackhi_epi16(second, fourth)}};
+    Quads quads;
+    for (int j = 0; j < kQuadLines; ++j) quads.low[j] = low_nibbles(both[j]), quads.high[j] = high_nibbles(both[j]);
+    return quads;
+}
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -199,4 +199,31 @@ inline I i_dot(I acc, Line weights, const std::int8_t* four) {
 #endif
 }
 
+// Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
+inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
+    const __m512i low = _mm512_set1_epi32(255);
+    const __m512i ab = _mm512_or_si512(_mm512_and_si512(a, low), _mm512_slli_epi32(_mm512_and_si512(b, low), 8));
+    const __m512i cd = _mm512_or_si512(_mm512_slli_epi32(_mm512_and_si512(c, low), 16), _mm512_slli_epi32(d, 24));
+    _mm512_storeu_si512(to, _mm512_or_si512(ab, cd));
+}
+
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
+constexpr int kQuadLines = 4;
+struct Quads {
+    Line low[kQuadLines], high[kQuadLines];
+};
+inline Quads quads_of(const std::uint8_t* const* rows) {
+    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i row[4];
+    for (int i = 0; i < 4; ++i) row[i] = _mm512_permutexvar_epi32(turned, _mm512_loadu_si512(rows[i]));
+    const __m512i first = _mm512_unpacklo_epi8(row[0], row[1]), second = _mm512_unpackhi_epi8(row[0], row[1]);
+    const __m512i third = _mm512_unpacklo_epi8(row[2], row[3]), fourth = _mm512_unpackhi_epi8(row[2], row[3]);
+    const Line both[kQuadLines] = {_mm512_unpacklo_epi16(first, third), _mm512_unpackhi_epi16(first, third),
+                                   _mm512_unpacklo_epi16(second, fourth), _mm512_unpackhi_epi16(second, fourth)};
+    Quads quads;
+    for (int j = 0; j < kQuadLines; ++j) quads.low[j] = low_nibbles(both[j]), quads.high[j] = high_nibbles(both[j]);
+    return quads;
+}
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -275,4 +275,31 @@ inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     return by_four<I>(one, acc, weights);
 }
 
+// Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
+inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
+    const auto one = [](int32x4_t first, int32x4_t second, int32x4_t third, int32x4_t fourth) {
+        return vsliq_n_s32(vsliq_n_s32(vsliq_n_s32(first, second, 8), third, 16), fourth, 24);
+    };
+    const I fours = by_four<I>(one, a, b, c, d);
+    vst1q_s32(to, fours.a), vst1q_s32(to + 4, fours.b);
+    vst1q_s32(to + 8, fours.c), vst1q_s32(to + 12, fours.d);
+}
+
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
+constexpr int kQuadLines = 1;
+struct Quads {
+    Line low[kQuadLines], high[kQuadLines];
+};
+inline Quads quads_of(const std::uint8_t* const* rows) {
+    const uint8x16_t r0 = vld1q_u8(rows[0]), r1 = vld1q_u8(rows[1]), r2 = vld1q_u8(rows[2]), r3 = vld1q_u8(rows[3]);
+    const auto words = [](uint8x16_t bytes) { return vreinterpretq_u16_u8(bytes); };
+    const uint16x8_t first = words(vzip1q_u8(r0, r1)), second = words(vzip2q_u8(r0, r1));
+    const uint16x8_t third = words(vzip1q_u8(r2, r3)), fourth = words(vzip2q_u8(r2, r3));
+    const Line both = {vreinterpretq_s32_u16(vzip1q_u16(first, third)), vreinterpretq_s32_u16(vzip2q_u16(first, third)),
+                       vreinterpretq_s32_u16(vzip1q_u16(second, fourth)),
+                       vreinterpretq_s32_u16(vzip2q_u16(second, fourth))};
+    return {{low_nibbles(both)}, {high_nibbles(both)}};
+}
+
 }  // namespace penstock::PENSTOCK_ISA

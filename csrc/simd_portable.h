@@ -342,4 +342,30 @@ inline I i_dot(I acc, const Line& weights, const std::int8_t* four) {
 
 #undef PENSTOCK_LANES
 
+// Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
+inline void i_store_fours(std::int32_t* to, const I& a, const I& b, const I& c, const I& d) {
+    for (int i = 0; i < 16; ++i) {
+        const auto byte = [](std::int32_t x) { return static_cast<std::uint32_t>(x) & 255U; };
+        const std::uint32_t four = byte(a.v[i]) | byte(b.v[i]) << 8 | byte(c.v[i]) << 16 | byte(d.v[i]) << 24;
+        std::memcpy(to + i, &four, 4);
+    }
+}
+
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
+constexpr int kQuadLines = 1;
+struct Quads {
+    Line low[kQuadLines], high[kQuadLines];
+};
+inline Quads quads_of(const std::uint8_t* const* rows) {
+    Quads quads{};
+    for (int row = 0; row < 4; ++row) {
+        for (int i = 0; i < 16; ++i) {
+            quads.low[0].v[i] |= (rows[row][i] & 15U) << 8 * row;
+            quads.high[0].v[i] |= std::uint32_t(rows[row][i] >> 4) << 8 * row;
+        }
+    }
+    return quads;
+}
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,4 +1,4 @@
-"""A GGUF of the shape of a llama, a qwen3_moe or a gpt_oss with random weights, for llama.cpp.
+"""A GGUF of the shape of a llama, a qwen3_moe, a gpt_oss or a nemotron with random weights, for llama.cpp.
 
 By default every matrix is in Q4_0, 4.5 bits a weight: the usual Q4_0 file keeps the head in Q6_K, and without that both
 engines read the same bytes a token. MIXES are what llama.cpp's own quantiser makes of a llama, and MXFP4 is how gpt-oss
@@ -101,7 +101,8 @@ def _shapes(config: dict[str, Any]) -> Iterator[Matrix]:
         if has_experts(config):
             neurons, end = config.get("moe_intermediate_size", neurons), "_exps"
             many = (experts_of(config), config["num_experts_per_tok"])
-        yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
+        if not is_nemotron(config):
+            yield Matrix(f"blk.{i}.ffn_gate{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_up{end}", neurons, hidden, *many)
         yield Matrix(f"blk.{i}.ffn_down{end}", hidden, neurons, *many)
     if not config["tie_word_embeddings"]:
@@ -114,6 +115,10 @@ def has_experts(config: dict[str, Any]) -> bool:
 
 def experts_of(config: dict[str, Any]) -> int:
     return int(config.get("num_experts") or config["num_local_experts"])
+
+
+def is_nemotron(config: dict[str, Any]) -> bool:
+    return bool(config["model_type"] == "nemotron")
 
 
 def bytes_per_token(config: dict[str, Any]) -> int:
@@ -134,7 +139,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     config, spec = read_config(config_file)
     layers = range(config["num_hidden_layers"])
     aside, is_oss = target.with_suffix(".tmp"), config["model_type"] == "gpt_oss"
-    writer = GGUFWriter(aside, _ARCHITECTURES.get(config["model_type"], "llama"))
+    writer = GGUFWriter(aside, _ARCHITECTURES.get(config["model_type"], "nemotron" if is_nemotron(config) else "llama"))
     writer.add_name(config_file.stem)
     of_mix = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M, MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE}
     writer.add_file_type(of_mix.get(mix or "", LlamaFileType.MOSTLY_Q4_0))
@@ -148,9 +153,12 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if is_nemotron(config):
+        writer.add_layer_norm_eps(config["norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if has_experts(config):
         writer.add_expert_count(experts_of(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -167,8 +175,11 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
         _add_vocabulary(writer, config["vocab_size"])
 
     ones = np.ones(config["hidden_size"], np.float32)
-    norms = [f"blk.{i}.{kind}_norm.weight" for i in layers for kind in ("attn", "post_attention" if is_oss else "ffn")]
-    vectors: dict[str, Array] = dict.fromkeys((*norms, "output_norm.weight"), ones)
+    norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "post_attention" if is_oss else "ffn")]
+    norms.append("output_norm")
+    vectors: dict[str, Array] = {f"{norm}.weight": ones for norm in norms}
+    if is_nemotron(config):  # its layer norms have biases, and their weights are 1 + w
+        vectors |= {f"{norm}.bias": np.zeros_like(ones) for norm in norms}
     if has_experts(config):
         heads = [f"blk.{i}.attn_{kind}_norm.weight" for i in layers for kind in "qk"]
         vectors |= {} if is_oss else dict.fromkeys(heads, np.ones(config["head_dim"], np.float32))
@@ -183,8 +194,8 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
             frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
         )
 
-    for name, vector in vectors.items():
-        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
+    for tensor, vector in vectors.items():
+        writer.add_tensor_info(tensor, vector.shape, vector.dtype, vector.nbytes)
     for each in matrices(config, mix):
         shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
         kind = GGMLQuantizationType[each.kind]

@@ -112,20 +112,21 @@ def _check_asked(plan: Plan, by_key: dict[str, Part]) -> None:
 
 
 def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
-    """Where predictors run, each layer with a dense FFN has one, in RAM, and the CPU computes all FFNs."""
+    """Where predictors run, each layer with a dense FFN has one, in RAM or in the memory of the device that has the
+    activations."""
     if plan.sparsity != "predict":
         return
     if [each.layer for each in plan.predictors] != predicted_layers(spec):
         raise _wrong("it leaves out what predictors say, and not every layer has a predictor")
     for each in plan.predictors:
         known = each.weights == FORMAT and each.rank % RANK_STEP == 0 and 1 <= each.rank <= MOST_RANK
-        if each.home != HOST or not known:
+        if each.home not in (HOST, plan.main) or not known:
             raise _wrong(
                 f"the predictor of layer {each.layer} has rank {each.rank} in {each.weights.name} on {each.home!r};"
-                f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST}"
+                f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST} or on {plan.main}"
             )
-    if any(is_device(unit.decode) or is_device(unit.prefill) for unit in plan.units):
-        raise _wrong("it has predictors, and a device has no kernels for them")
+        if each.home != HOST and Layout(plan).predictor_part(each).nbytes > plan.stage_bytes:
+            raise _wrong(f"the predictor of layer {each.layer} does not fit into the stage that it comes by")
 
 
 def _check_levels(plan: Plan, spec: ModelSpec) -> None:

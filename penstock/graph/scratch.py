@@ -81,6 +81,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
     for part in dict.fromkeys(_predictor_of(plan, p) for p in plan.predictors):
         need = max(need, scratch_native.predict_bytes(part, rows), _predict_bytes(part))
+        need = max(need, scratch_gpu.predict_bytes(part, rows) if is_device(tier) else 0)
     if is_device(tier):  # a GPU's kernels, or the CPU's where the device is emulated
         need = max(need, scratch_gpu.scratch_bytes(plan, tier))
     return round_up(need, 4096)

@@ -26,6 +26,7 @@ FEW_ROWS = 24
 # 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find the widened weights
 # there. Not measured yet.
 WIDE_BYTES = 32 * MIB
+PREDICTED_ROWS = 128  # rows whose neurons are predicted at once: 8 MiB of scores of 16,384 neurons
 SUM_PARTS = 4  # partials that one merge reads; further ones are summed before
 
 # Attention: a program has up to ATTEND_ROWS queries of one KV head. The KV is split until there are ATTEND_PROGRAMS
@@ -196,6 +197,13 @@ def merge_bytes(spec: ModelSpec, rows: int) -> int:
 
 def head_bytes(part: Part, granules: int) -> int:
     return spread_bytes(granules, (part.block("rows"),))
+
+
+def predict_bytes(part: Part, rows: int) -> int:
+    """Bytes of a predictor's hidden values and scores of PREDICTED_ROWS rows, and of its products."""
+    blocks = tuple(part.block(name) for name in ("hidden", "neurons"))
+    some = min(rows, PREDICTED_ROWS)
+    return sum(_floats(some * block.rows) for block in blocks) + spread_bytes(1, blocks)
 
 
 def scratch_bytes(plan: Plan, tier: str) -> int:

@@ -17,7 +17,7 @@ _ALIGN = 64
 _THREADS = 8  # attention has temporaries for so many threads
 _FOURS = 16  # fours of an FFN's granules that are summed at a time
 _FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS, _QUERIES = 8, 48, 8, 64
-_SUM_COLUMNS, _VALUE_GRANULES = 128, 16
+_SUM_COLUMNS, _VALUE_GRANULES = 512, 16
 _PART_TOKENS, _BLOCK_TOKENS = 32, 256
 _CHUNK_BYTES = 512 * KIB
 

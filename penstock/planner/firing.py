@@ -147,8 +147,6 @@ def check_sparsity(ask: Ask, spec: ModelSpec, firing: Firing | None) -> None:
             raise BadRequest(
                 "--sparsity predict: this model has no predictors (`penstock train-predictors` trains them)"
             )
-        if ask.use_device:
-            raise BadRequest("--sparsity predict runs without a device, whose kernels have no predictors yet")
     if ask.sparsity == "threshold":
         if not spec.has_levels:
             why = "this model has a ReLU, whose zeros are left out exactly" if spec.fires else "this model has experts"

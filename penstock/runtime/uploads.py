@@ -4,8 +4,11 @@ the stage, and what stays in RAM of units that are asked for (`graph.records`) b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import PenstockError
 from penstock.graph.arenas import Layout
@@ -20,24 +23,30 @@ from penstock.units import MIB
 
 _PIECE_BYTES = 16 * MIB  # of the stage; it holds two pieces, so that the disk reads one while the link copies the other
 
+Look = Callable[[str, NDArray[np.uint8]], None]
 Piece = tuple[str, int, int, Slot]  # part, granules lo..hi, their slot on the device
 
 
-def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas, device: Device) -> Iterator[int]:
-    """Loads every unit that is at home on the device through the stage, and yields the bytes of each piece as it
-    arrives. However this ends, no load is under way afterwards. Raises StorageFailed, DamagedModel, DeviceFailed."""
+def lift_weights(
+    plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas, device: Device, look: Look
+) -> Iterator[int]:  # fmt: skip
+    """Loads every unit that is at home on the device through the stage, and its predictors, and yields the bytes of
+    each piece as it arrives. `look(part, bytes)` sees each piece in the stage. However this ends, no load is under way
+    afterwards. Raises StorageFailed, DamagedModel, DeviceFailed, and what `look` raises."""
     pieces = list(_pieces(plan, layout))
     if not pieces:
         return
     size = max(slot.nbytes for *_, slot in pieces)
     halves = [Slot("host.stage", i * size, (i + 1) * size) for i in range(2 if 2 * size <= plan.stage_bytes else 1)]
-    begun: deque[tuple[DiskLoad, Slot, Slot]] = deque()
+    begun: deque[tuple[DiskLoad, Slot, Slot, str]] = deque()
 
     def finish() -> int:
-        load, half, target = begun[0]
+        load, half, target, part = begun[0]
         load.wait()
         begun.popleft()
-        device.upload(target, arenas.view(half)[: target.nbytes]).wait()
+        here = arenas.view(half)[: target.nbytes]
+        look(part, here)
+        device.upload(target, here).wait()
         return target.nbytes
 
     try:
@@ -45,11 +54,11 @@ def lift_weights(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas,
             if len(begun) == len(halves):
                 yield finish()
             half = halves[number % len(halves)]
-            begun.append((reader.start(part, lo, hi, arenas.address(half)), half, target))
+            begun.append((reader.start(part, lo, hi, arenas.address(half)), half, target, part))
         while begun:
             yield finish()
     finally:
-        for load, _, _ in begun:
+        for load, *_ in begun:
             with suppress(PenstockError):
                 load.wait()
 
@@ -75,6 +84,9 @@ def _pieces(plan: Plan, layout: Layout) -> Iterator[Piece]:
     """The pieces of all units on the device: each has whole granules, as many as half of the stage holds."""
     for part, slots in layout.copied_norms.items():
         yield from ((part, 0, 1, slot) for slot in slots if slot.arena.startswith(f"{GPU.executor}."))
+    for layer, slot in layout.predictors.items():
+        if slot.arena.startswith(f"{GPU.executor}."):
+            yield f"{layer}.predictor", 0, 1, slot
     for i, slot in layout.weights.items():
         unit = plan.units[i]
         if unit.home != GPU.executor:

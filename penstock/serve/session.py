@@ -402,6 +402,7 @@ class Session:
         predictors = (
             self.reader.start(f"{layer}.predictor", 0, 1, self._arenas.address(slot))
             for layer, slot in layout.predictors.items()
+            if slot.arena.startswith("host.")
         )
         copies = (
             self.reader.start(part, 0, 1, self._arenas.address(slot))
@@ -409,7 +410,14 @@ class Session:
             for slot in slots
             if slot.arena.startswith("host.")
         )
-        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device) if self.device else ()
+
+        def look(key: str, here: NDArray[np.uint8]) -> None:
+            """NaN in a predictor would leave neurons out, and nothing would show it."""
+            if key in predicting:
+                require_finite(packed.locate(key, 0, 0)[0], predicting[key], 0, here.reshape(1, -1))
+
+        predicting = {part.key: part for part in map(layout.predictor_part, self.plan.predictors)}
+        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device, look) if self.device else ()
         kept = keep_asked(self.plan, layout, self.reader, self._arenas)
         for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
             done, self.loads = done + nbytes, self.loads + 1
@@ -420,9 +428,9 @@ class Session:
                 on_progress("loading weights", done, total)
         self.loaded_bytes = self.reader.bytes_read
         self.loading = Read(self.loaded_bytes - done_ahead, time.perf_counter() - start_s)
-        for each in self.plan.predictors:  # NaN there would leave neurons out, and nothing would show it
-            part, slot = layout.predictor_part(each), layout.predictors[each.layer]
-            require_finite(packed.locate(part.key, 0, 0)[0], part, 0, self._arenas.view(slot).reshape(1, -1))
+        for layer, slot in layout.predictors.items():
+            if slot.arena.startswith("host."):
+                look(f"{layer}.predictor", self._arenas.view(slot))
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
 

@@ -147,7 +147,7 @@ class Format:
     @property
     def for_cpu(self) -> bool:
         """Of a whole model's weights: whether kernels for devices cannot read them."""
-        return self.in_blocks or self.records
+        return self.in_blocks
 
     @property
     def from_file(self) -> bool:

@@ -18,11 +18,16 @@ from penstock.kernels.gpu.cache import KvPool
 from penstock.kernels.gpu.choose import Kernels, choose
 from penstock.kernels.gpu.memory import Scratch
 from penstock.kernels.reference import cache, matrix
+from penstock.kernels.reference import dense as reference_dense
+from penstock.kernels.reference.dense import FfnSum
 from penstock.kernels.reference.dense import head as reference_head
+from penstock.serve.fitting import granule_of
+from penstock.spec import predictors
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import Attention, Ffn, ModelSpec, Norm
-from penstock.spec.parts import Block, Part, _ffn_part, parts
+from penstock.spec.parts import Block, Part, _ffn_part, parts, predictor_part
 from penstock.store.quantize import encode, encode_rows
+from tests.cpu.test_predict import random_predictor
 from tests.kernel_cases import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, Case, batches, layers, with_relu
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
@@ -122,6 +127,59 @@ def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
         found.append(out.numpy())
     np.testing.assert_array_equal(*found)
     assert np.isfinite(found[0]).all() and found[0].any()
+
+
+@ALL
+@pytest.mark.parametrize("weights", ["float16-records", "int4-records", "int4-neurons", "int4"])
+def test_masks_of_neurons(kernels: Kernels, weights: str) -> None:
+    """What a row's mask leaves out counts as 0, and its record may hold anything where no row wants it."""
+    rng = np.random.default_rng(6)
+    ffn, d, t = Ffn(100, "relu", True, True, False), 64, 3
+    part = _ffn_part(0, "ffn", ffn, d, parse_format(weights))
+    packed = np.zeros((part.granules, part.granule_bytes), np.uint8)
+    for g, granule in enumerate(packed):
+        n = part.rows_of(g, g + 1)
+        for block in part.blocks:
+            values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
+            if block.stride:
+                encode_rows(values[:n], block, granule)
+            elif block.tiled:
+                values[n:] = 0
+                granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+            else:
+                values[:, n:] = 0
+                granule[block.offset : block.offset + block.nbytes] = values.view(np.uint8).reshape(-1)
+    h = rng.normal(size=(t, d)).astype(np.float32)
+    active = (rng.random((t, part.granules * 64)) < 0.3).astype(np.uint8)
+    want, pending = np.zeros((t, d), np.float32), np.zeros((t, d), np.float32)
+    room = matrix.Scratch(np.empty(1 << 22, np.uint8))
+    reference_dense.ffn(packed, part, 0, ffn, h, FfnSum(want, pending, True, False, False), room, active)
+    if part.by_records:
+        for i in np.flatnonzero(~active.any(axis=0)[:100]):
+            first = part.blocks[0]
+            at = first.offset + int(i) % 64 * first.stride
+            packed[int(i) // 64, at : at + first.format.row_bytes(first.cols)] = 255
+    out = torch.full((t, d), torch.nan)
+    scratch = torch.full((scratch_gpu.ffn_bytes(part, part.granules, t),), 255, dtype=torch.uint8)
+    dense.ffn(
+        torch.from_numpy(packed), part, ffn, torch.from_numpy(h), out, True, kernels, Scratch(scratch), True,
+        torch.from_numpy(active),
+    )  # fmt: skip
+    np.testing.assert_allclose(out.numpy(), want, rtol=1e-3, atol=1e-3 * float(np.abs(want).max()))
+
+
+@ALL
+def test_predictors(kernels: Kernels) -> None:
+    """Whose scores are not next to 0."""
+    rng = np.random.default_rng(7)
+    part = predictor_part(0, 64, 32, 200, predictors.FORMAT)
+    granule, h = granule_of(random_predictor(part, 200, rng), part), rng.normal(size=(5, 64)).astype(np.float32)
+    want, got = np.zeros((5, 256), np.uint8), torch.full((5, 256), 7, dtype=torch.uint8)
+    reference_dense.predict(granule, part, h, want, matrix.Scratch(np.empty(1 << 22, np.uint8)))
+    room = torch.full((scratch_gpu.predict_bytes(part, 5),), 255, dtype=torch.uint8)
+    dense.predict(torch.from_numpy(granule), part, torch.from_numpy(h), got, kernels, Scratch(room))
+    assert set(np.unique(got.numpy())) <= {0, 1}
+    assert (got.numpy() != want).mean() < 0.01 and 0.05 < want.mean() < 0.95
 
 
 @pytest.mark.parametrize(("spec", "batch", "weights", "kv"), FIXED, ids=[f"{f[2]}-{f[3]}" for f in FIXED])

@@ -11,17 +11,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.graph.arenas import neurons_of, with_arenas
 from penstock.graph.check_plan import check_plan
-from penstock.planner.solve import solve
+from penstock.planner.firing import expected, foretold
+from penstock.planner.solve import powerinfer, solve
 from penstock.runtime.device.choose import choose
 from penstock.runtime.device.cuda.device import TorchDevice
 from penstock.spec.ask import Ask
+from penstock.spec.parts import predictor_part
+from penstock.spec.plan import Plan, Predictor
+from penstock.spec.predictors import FORMAT
 from penstock.store.packed import Packed, open_packed
+from penstock.store.predictors import kept, with_predictors
 from penstock.units import MIB
 from tests.cpu.engines import MACHINE
 from tests.cpu.test_emulated import ROOMY, on_device
 from tests.cpu.test_neurons import relu_model
 from tests.cpu.test_placement import NEAR, run
+from tests.cpu.test_predict import give_predictors
 from tests.plans import device_plans, page_orders, resident_plan
 
 KINDS = [
@@ -79,3 +86,85 @@ def test_what_the_planner_proposes_runs(relu_models: dict[tuple[str, str], Packe
         assert plan.sparsity == "exact"
         check_plan(plan, packed.spec, packed.weights)
         assert np.abs(on_device(packed, plan, exact=True) - resident).max() <= NEAR["float32"]
+
+
+PREDICTED = [
+    (name, weights)
+    for name in ("opt", "llama")
+    for weights in ("float32", "float32-neurons", "float32-records", "int4-records")
+]
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, float], Packed]:
+    """Models with predictors that call some neurons active, and all."""
+    found = {}
+    for kind in PREDICTED:
+        for shift in (-0.3, 1e6):
+            folder = relu_model(tmp_path_factory.mktemp("predicted"), *kind)
+            give_predictors(folder, shift)
+            found[(*kind, shift)] = with_predictors(open_packed(folder))
+    return found
+
+
+def with_homes(plan: Plan, packed: Packed, homes: list[str]) -> Plan:
+    """The plan with the model's predictors at these homes."""
+    spec = packed.spec
+    known = tuple(Predictor(i, 32, home, FORMAT) for i, home in enumerate(homes))
+    stage = max(predictor_part(i, spec.d_model, 32, neurons_of(x), FORMAT).nbytes for i, x in enumerate(spec.layers))
+    if "gpu0" in homes:
+        plan = replace(plan, stage_bytes=max(plan.stage_bytes, stage))
+    return with_arenas(replace(plan, sparsity="predict", predictors=known))
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement_with_predictors(predicted: dict[tuple[str, str, float], Packed], data: st.DataObject) -> None:
+    """On an emulated device, predictors in either memory: whatever ran first, the bits of one task after the other.
+    Predictors that call all neurons active change no bit of what is computed without."""
+    key = data.draw(st.sampled_from(sorted(predicted)))
+    packed = predicted[key]
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    homes = [data.draw(st.sampled_from(["host", plan.main])) for _ in packed.spec.layers]
+    predicts = with_homes(plan, packed, homes)
+    check_plan(predicts, packed.spec, packed.weights)
+    found = on_device(packed, predicts, data.draw(st.integers(0, 1000)), exact=True)
+    np.testing.assert_array_equal(found, on_device(packed, predicts, serial=True, exact=True))
+    if key[-1] > 1:
+        np.testing.assert_array_equal(found, on_device(packed, plan, exact=True))
+
+
+@pytest.mark.fuzz
+@given(st.data())
+def test_any_placement_with_predictors_by_torch(
+    predicted: dict[tuple[str, str, float], Packed], data: st.DataObject
+) -> None:
+    packed = predicted[(*data.draw(st.sampled_from(PREDICTED)), 1e6)]
+    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    plan = with_homes(plan, packed, [plan.main] * len(packed.spec.layers))
+    found = run(packed, plan, device=TorchDevice(torch.device("cpu"), ROOMY, 0), exact=True, poisoned=True)
+    resident = resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32")
+    assert np.abs(found - run(packed, resident, exact=True)).max() <= NEAR["float32"]
+
+
+@pytest.mark.parametrize("weights", ["float32-neurons", "float32-records"])
+def test_predictors_are_planned_beside_a_device(predicted: dict[tuple[str, str, float], Packed], weights: str) -> None:
+    """Hot and cold neurons run, and say what the same plan says one task after the other."""
+    packed, limit = predicted["opt", weights, -0.3], 9 * MIB
+    known = kept(packed.folder, packed.spec)
+    assert known is not None
+    chosen = choose("emulated", MACHINE, limit)
+    ask = Ask(
+        context=64, batch=2, kv="float32", score=True, device_memory_bytes=limit, use_device=True, sparsity="predict"
+    )
+    firing = replace(expected(packed.spec), foretold=foretold(known, packed.spec))
+    solved = solve(ask, packed.spec, packed.weights, chosen.machine, firing=firing, every=True)
+    runs = {each.candidate.strategy: each.candidate.plan for each in solved.compared if not each.candidate.cannot_run}
+    assert {powerinfer.NAME, powerinfer.MEASURED, powerinfer.HOTTEST} <= set(runs)
+    for name in (powerinfer.NAME, powerinfer.MEASURED, solved.strategy):
+        plan = runs[name]
+        assert plan.sparsity == "predict" and {each.home for each in plan.predictors} <= {"gpu0", "host"}
+        check_plan(plan, packed.spec, packed.weights)
+        np.testing.assert_array_equal(
+            on_device(packed, plan, exact=True), on_device(packed, plan, serial=True, exact=True)
+        )

@@ -180,8 +180,6 @@ def test_who_has_no_predictors_is_told_how(tmp_path: Path, call: Call) -> None:
     with pytest.raises(BadRequest, match="no predictors"):
         load(plain, context=64, sparsity="predict")
     give_predictors(folder, 0.0)
-    with pytest.raises(BadRequest, match="without a device"):
-        load(folder, context=64, sparsity="predict", use_device=True)
     with load(folder, context=64, sparsity="predict") as engine:
         plan = engine.plan
     give_predictors(folder, 0.0, rank=64)

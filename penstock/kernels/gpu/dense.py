@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.graph.scratch_gpu import SUM_PARTS, ffn_granules
+from penstock.graph.scratch_gpu import PREDICTED_ROWS, SUM_PARTS, ffn_granules
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, table, vector
 from penstock.kernels.gpu.neurons import add_ffn
-from penstock.kernels.gpu.product import add_up, hidden, spread
+from penstock.kernels.gpu.product import activated, add_up, hidden, spread
 from penstock.kernels.gpu.widen import take_rows
 from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
 from penstock.spec.parts import Part
@@ -87,10 +87,11 @@ def named_norm(
 
 def ffn(
     weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
-    scratch: Scratch, skips: bool = False,
+    scratch: Scratch, skips: bool = False, active: Tensor | None = None,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · (act(gate h) * (up h)) over a unit's granules, h [T, D]. `first`: this call is the
-    first addend. `skips`: what an activation of 0 multiplies may be left out.
+    first addend. `skips`: what an activation of 0 multiplies may be left out. `active` uint8 [T, neurons]: where it is
+    0, a neuron's activation counts as 0 (None: nowhere).
 
     The reference sums a layer's granules by fours, so that results do not depend on where units are cut, to the bit.
     Here a unit's whole sum is added to partial. That stays within the op table's tolerance, and nothing is pending."""
@@ -100,12 +101,31 @@ def ffn(
     for lo in range(0, n, step):
         scratch.rewind(mark)
         piece = weights[lo : lo + step]
+        some = None if active is None else active[:, lo * width : (lo + step) * width]
         if part.by_neurons:
-            add_ffn(piece, part, shape, h, partial, first and lo == 0, skips, kernels, scratch)
+            add_ffn(piece, part, shape, h, partial, first and lo == 0, skips, kernels, scratch, some)
             continue
         gate, up = (scratch.take((t, piece.shape[0] * width)) for _ in range(2))
         hidden_rows = hidden(h, piece, part, shape, gate, up, kernels, scratch)
+        if some is not None:
+            hidden_rows.masked_fill_(some == 0, 0.0)
         add_up(hidden_rows, piece, part.block("down"), partial, first and lo == 0, kernels, scratch)
+    scratch.rewind(mark)
+
+
+def predict(granule: Tensor, part: Part, h: Tensor, active: Tensor, kernels: Kernels, scratch: Scratch) -> None:
+    """active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0, for h [T, D]
+    (PowerInfer §5.1). `granule`: the predictor `part`, uint8 [its bytes]."""
+    first, second, mark = part.block("hidden"), part.block("neurons"), scratch.mark()
+    weights = granule[: part.granule_bytes][None]
+    for lo in range(0, h.shape[0], PREDICTED_ROWS):
+        scratch.rewind(mark)
+        x, to = h[lo : lo + PREDICTED_ROWS], active[lo : lo + PREDICTED_ROWS]
+        values, scores = (scratch.take((x.shape[0], block.rows)) for block in (first, second))
+        activated(x, weights, first, part.block("hidden_bias"), "relu", values, kernels, scratch)
+        spread(values, weights, (second,), (scores,), kernels, scratch)
+        scores += vector(granule, part.block("neurons_bias"))
+        torch.gt(scores, 0.0, out=to.view(torch.bool))
     scratch.rewind(mark)
 
 

@@ -15,7 +15,15 @@ from torch import Tensor
 from penstock.graph.scratch_gpu import neuron_splits, pieces
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vectors
-from penstock.kernels.gpu.product import ROWS_AT_ONCE, activated, few_rows, pow2, precision, sum_parts
+from penstock.kernels.gpu.product import (
+    ROWS_AT_ONCE,
+    activate,
+    activated,
+    few_rows,
+    pow2,
+    precision,
+    sum_parts,
+)
 from penstock.kernels.gpu.widen import columns_of, numbers, typed, word_bytes
 from penstock.spec.format import LINE_COLUMNS
 from penstock.spec.model import Ffn
@@ -27,15 +35,21 @@ _WIDEN_BLOCK = 128
 
 def add_ffn(
     weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, skips: bool, kernels: Kernels,
-    scratch: Scratch,
+    scratch: Scratch, active: Tensor | None = None,
 ) -> None:  # fmt: skip
     """partial [T, D] = (first) or += down · (act(gate h) * (up h)) over the granules, h [T, D]. `skips`: what an
-    activation of 0 multiplies is left out, where that saves reads. The sums are the same to the bit either way."""
+    activation of 0 multiplies is left out, where that saves reads. The sums are the same to the bit either way.
+    `active` uint8 [T, N]: as in `dense.ffn`."""
     n, t = weights.shape[0], h.shape[0]
     name = "gate" if shape.gated else "up"
     hidden = scratch.take((t, n * part.granule_rows))
-    bias = part.block(name + "_bias") if part.has(name + "_bias") else None
-    activated(h, weights, part.block(name), bias, shape.activation, hidden, kernels, scratch)
+    if part.by_records:
+        _fire_records(weights, part, name, shape, h, hidden, active, kernels, scratch)
+    else:
+        bias = part.block(name + "_bias") if part.has(name + "_bias") else None
+        activated(h, weights, part.block(name), bias, shape.activation, hidden, kernels, scratch)
+        if active is not None:
+            hidden.masked_fill_(active == 0, 0.0)
     if few_rows(kernels, t):
         _few(weights, part, shape, h, hidden, partial, first, skips, scratch)
     else:
@@ -51,17 +65,10 @@ def _few(
     n, t, width = weights.shape[0], h.shape[0], part.granule_rows
     down = part.block("down")
     words, halves = typed(weights, down.format)
-    lives = scratch.take((n, width), torch.int32)
-    counts = scratch.take((n,), torch.int32)
-    neuron_kernels.live_kernel[(n,)](hidden, lives, counts, t, hidden.stride(0), not skips, width, num_warps=1)
+    lives, counts = _live(hidden, n, width, not skips, scratch)
     at_once = min(pow2(t), ROWS_AT_ONCE)
     if shape.gated:
-        up, floats = part.block("up"), weights.view(torch.float32)
-        bias = part.block("up_bias").offset // 4 if part.has("up_bias") else -1
-        neuron_kernels.multiply_live_kernel[(n * width, -(-t // at_once))](
-            words, halves, floats, h, hidden, lives, counts, t, h.stride(0), hidden.stride(0), words.stride(0),
-            floats.stride(0), BIAS=bias, R=width, ROWS=at_once, BLOCK=_BLOCK, num_warps=1, **_row(up),
-        )  # fmt: skip
+        _multiply_live(weights, part, "up", h, hidden, lives, counts)
     splits = neuron_splits(part, n, t)
     parts = scratch.take((splits, t, down.cols)) if splits > 1 else partial
     neuron_kernels.add_live_kernel[(-(-_row_words(down) // _BLOCK), splits, -(-t // at_once))](
@@ -79,19 +86,7 @@ def _many(
 ) -> None:  # fmt: skip
     down, width, mark = part.block("down"), part.granule_rows, scratch.mark()
     if shape.gated:
-        up = part.block("up")
-        for p in pieces(weights.shape[0], up):
-            scratch.rewind(mark)
-            wide, columns = _widened(weights[p.lo : p.hi], up, p.row_lo, p.row_hi, kernels, scratch)
-            lo = p.lo * width + p.row_lo
-            product = scratch.take((h.shape[0], columns))
-            with precision(kernels, up, h):
-                torch.mm(h, wide.T, out=product)
-            if part.has("up_bias"):
-                product += vectors(weights[p.lo : p.hi], part.block("up_bias"))[:, p.row_lo : p.row_hi].flatten()
-            fired = hidden[:, lo : lo + columns]
-            still = fired == 0  # 0 times infinity is not 0
-            fired.mul_(product).masked_fill_(still, 0.0)
+        _multiply_all(weights, part, "up", h, hidden, kernels, scratch)
     for p in pieces(weights.shape[0], down):
         scratch.rewind(mark)
         wide, columns = _widened(weights[p.lo : p.hi], down, p.row_lo, p.row_hi, kernels, scratch)
@@ -101,6 +96,74 @@ def _many(
                 torch.mm(hidden[:, lo : lo + columns], wide, out=partial)
             else:
                 torch.addmm(partial, hidden[:, lo : lo + columns], wide, out=partial)
+    scratch.rewind(mark)
+
+
+def _fire_records(
+    weights: Tensor, part: Part, name: str, shape: Ffn, h: Tensor, hidden: Tensor, active: Tensor | None,
+    kernels: Kernels, scratch: Scratch,
+) -> None:  # fmt: skip
+    """hidden [T, N] = act(h · the matrix `name`), whose rows lie in the neurons' records; 0 where a neuron is not
+    active. Few rows read no records but those of active neurons."""
+    if active is None:
+        hidden.fill_(1.0)
+    else:
+        hidden.copy_(active)
+    if few_rows(kernels, h.shape[0]):
+        mark = scratch.mark()
+        lives, counts = _live(hidden, weights.shape[0], part.granule_rows, active is None, scratch)
+        _multiply_live(weights, part, name, h, hidden, lives, counts)
+        scratch.rewind(mark)
+    else:
+        _multiply_all(weights, part, name, h, hidden, kernels, scratch)
+    activate(hidden, shape.activation)
+
+
+def _live(hidden: Tensor, granules: int, width: int, every: bool, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Of each granule the neurons for which `hidden` has a number other than 0 in some row, or `every` one, int32
+    [granules, width], and how many they are, int32 [granules]."""
+    from penstock.kernels.gpu import neuron_kernels
+
+    lives, counts = scratch.take((granules, width), torch.int32), scratch.take((granules,), torch.int32)
+    neuron_kernels.live_kernel[(granules,)](
+        hidden, lives, counts, hidden.shape[0], hidden.stride(0), every, width, num_warps=1
+    )
+    return lives, counts
+
+
+def _multiply_live(
+    weights: Tensor, part: Part, name: str, h: Tensor, hidden: Tensor, lives: Tensor, counts: Tensor
+) -> None:  # fmt: skip
+    """hidden [T, N] *= h · the rows `name` of the neurons that are listed, plus a bias; what is 0 stays 0."""
+    from penstock.kernels.gpu import neuron_kernels
+
+    block, floats = part.block(name), weights.view(torch.float32)
+    words, halves = typed(weights, block.format)
+    bias = part.block(f"{name}_bias").offset // 4 if part.has(f"{name}_bias") else -1
+    t, at_once = h.shape[0], min(pow2(h.shape[0]), ROWS_AT_ONCE)
+    neuron_kernels.multiply_live_kernel[(lives.numel(), -(-t // at_once))](
+        words, halves, floats, h, hidden, lives, counts, t, h.stride(0), hidden.stride(0), words.stride(0),
+        floats.stride(0), BIAS=bias, R=lives.shape[1], ROWS=at_once, BLOCK=_BLOCK, num_warps=1, **_row(block),
+    )  # fmt: skip
+
+
+def _multiply_all(
+    weights: Tensor, part: Part, name: str, h: Tensor, hidden: Tensor, kernels: Kernels, scratch: Scratch
+) -> None:  # fmt: skip
+    """The same of all neurons, by widened pieces."""
+    block, width, mark = part.block(name), part.granule_rows, scratch.mark()
+    for p in pieces(weights.shape[0], block):
+        scratch.rewind(mark)
+        wide, columns = _widened(weights[p.lo : p.hi], block, p.row_lo, p.row_hi, kernels, scratch)
+        lo = p.lo * width + p.row_lo
+        product = scratch.take((h.shape[0], columns))
+        with precision(kernels, block, h):
+            torch.mm(h, wide.T, out=product)
+        if part.has(f"{name}_bias"):
+            product += vectors(weights[p.lo : p.hi], part.block(f"{name}_bias"))[:, p.row_lo : p.row_hi].flatten()
+        fired = hidden[:, lo : lo + columns]
+        still = fired == 0  # 0 times infinity is not 0
+        fired.mul_(product).masked_fill_(still, 0.0)
     scratch.rewind(mark)
 
 

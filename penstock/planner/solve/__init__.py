@@ -116,7 +116,8 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
     yield from ours
     from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
 
-    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if every or may_plan else ())):
+    neurons = every or may_plan or powerinfer.runs(problem)
+    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if neurons else ())):
         yield from solver.candidates(problem)
 
 

@@ -12,11 +12,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.graph.arenas import Layout, with_arenas
+from penstock.graph.arenas import Layout, neurons_of, with_arenas
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.parts import FFNS, SUM_GRANULES, Part
+from penstock.spec.parts import FFNS, PAGE_BYTES, SUM_GRANULES, Part, predictor_part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -85,6 +85,8 @@ def filled(
     device_bytes, context_bytes = (
         (machine.device_process_bytes, machine.context_bytes) if main == GPU.executor else (0, 0)
     )
+    predictors = predictors or tuple(replace(each, home=main) for each in problem.predictors)
+    there = (_predictor_bytes(problem, each) for each in predictors if each.home == GPU.executor)
     plan = Plan(
         models=(PlanModel(spec, problem.weights),),
         units=_firing(problem, units, seqs),
@@ -98,19 +100,26 @@ def filled(
         context=ask.context,
         page_tokens=page or page_tokens(ask.context),
         ring_bytes={tier: nbytes for tier, nbytes in rings.items() if nbytes},
-        stage_bytes=stage_bytes,
+        stage_bytes=max(stage_bytes, round_up(max(there, default=0), PAGE_BYTES)),
         order=order,
         io_block_bytes=USUAL_READS.block_bytes,
         io_depth=USUAL_READS.depth,
         io_engine=USUAL_READS.engine,
         process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
         context_bytes=context_bytes,
-        predictors=predictors or problem.predictors,
+        predictors=predictors,
         caches=caches,
-        sparsity="off" if predictors else problem.sparsity,  # a device's kernels have no predictors yet
+        # Published activity is of no model that is here, and its plans are not run.
+        sparsity="off" if predictors and problem.sparsity != "predict" else problem.sparsity,
         levels=problem.levels,
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
+
+
+def _predictor_bytes(problem: Problem, predictor: Predictor) -> int:
+    spec = problem.spec
+    neurons = neurons_of(spec.layers[predictor.layer])
+    return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, predictor.weights).nbytes
 
 
 def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, ...]:

@@ -53,9 +53,10 @@ class Problem:
 
     @cached_property
     def predictors(self) -> tuple[Predictor, ...]:
-        """One for each layer, where plans are to have them."""
+        """One for each layer, where plans are to have them; in RAM, or where a plan puts them."""
         known = foretold_of(self.spec, self.firing) if self.sparsity == "predict" else None
-        return () if known is None else known.predictors
+        # A solver learns of plans of fewer layers.
+        return () if known is None else tuple(each for each in known.predictors if each.layer < self.layers)
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -143,9 +144,9 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read records of all of a
-        neuron's weights, nor formats of GGUF files, and have no predictors and no levels."""
-        if self.weights.for_cpu or self.sparsity in ("predict", "threshold"):
+        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read formats of GGUF
+        files, and have no levels."""
+        if self.weights.for_cpu or self.sparsity == "threshold":
             return False
         return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
 

@@ -20,7 +20,7 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
-from penstock.spec.parts import Part, norm_before
+from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
 from penstock.spec.plan import Plan
 
 
@@ -38,9 +38,10 @@ class TorchBinding:
         self._plan, self._memory, self._kernels, self._pieces = plan, memory, kernels, pieces
         self._layout, self._parts, self._spec = Layout(plan), plan.parts, plan.target.spec
         self._tables = tables_of(plan, device)
-        # The host's disks do the loading. Predictors, units that are asked for and formats of quantised folders, which
-        # alone have orders, are the CPU's. So is the cache that fresh rows are appended to.
-        others = ("load", "fetch", "pick", "recall", "fire", "predict", "order", "append")
+        # The host's disks do the loading. Units that are asked for and formats of quantised folders, which alone have
+        # orders, are the CPU's. So is the cache that fresh rows are appended to.
+        others = ("load", "fetch", "pick", "recall", "fire", "order", "append")
+        self._predictors = {each.layer: self._layout.predictor_part(each) for each in plan.predictors}
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
@@ -145,10 +146,20 @@ class TorchBinding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, part = _batch(call).total_rows, self._parts[self._plan.units[call.unit].part]
+        t, unit = _batch(call).total_rows, self._plan.units[call.unit]
+        part, active = self._parts[unit.part], self._active(op.active[0], t) if op.active else None
+        if active is not None:
+            active = active[:, unit.lo * GRANULE_ROWS : unit.hi * GRANULE_ROWS]
         dense.ffn(
             self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
-            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips,
+            self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips, active,
+        )  # fmt: skip
+
+    def _predict(self, call: Call, op: ops.Predict) -> None:
+        t = _batch(call).total_rows
+        dense.predict(
+            self._view(op.weights), self._predictors[op.layer], self._rows(op.h, t), self._active(op.active, t),
+            self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _route(self, call: Call, op: ops.Route) -> None:
@@ -234,6 +245,10 @@ class TorchBinding:
     def _typed(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """The first bytes of the slot as a tensor of this dtype and shape."""
         return self._view(slot)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _active(self, slot: Slot, t: int) -> Tensor:
+        """uint8 [T, neurons of the layer, in whole granules]."""
+        return self._view(slot).view(t, -1)
 
     def _rows(self, slot: Slot, t: int) -> Tensor:
         """float32 [T, d_model]."""
