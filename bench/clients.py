@@ -187,19 +187,20 @@ def tokens_per_s(server: Server, streams: Sequence[Stream], tokens: int) -> floa
     threads = [threading.Thread(target=stream.run, args=(server,)) for stream in streams]
     for thread in threads:
         thread.start()
-
-    def wait_until(done: Callable[[Stream], bool]) -> float:
-        while not all(map(done, streams)):
-            if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
-                raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
-            time.sleep(0.01)
-        return time.perf_counter()
-
-    start_s = wait_until(lambda stream: bool(stream.times_s))
+    start_s = wait_until(streams, threads, lambda stream: bool(stream.times_s))
     had = {id(stream): len(stream.times_s) for stream in streams}
-    end_s = wait_until(lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
+    end_s = wait_until(streams, threads, lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
     leave(streams, threads)
     return sum(start_s < at <= end_s for s in streams for at in s.times_s) / (end_s - start_s)
+
+
+def wait_until(streams: Sequence[Stream], threads: Sequence[threading.Thread], done: Callable[[Stream], bool]) -> float:
+    """Returns when all of them are so far, on the clock. Ends the bench where one ends before."""
+    while not all(map(done, streams)):
+        if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
+            raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> None:

@@ -22,11 +22,11 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Stream, Task
 from penstock.planner.bound import score_s
 from penstock.planner.cost import Cost
+from penstock.planner.families import FAMILIES, plan_of
 from penstock.planner.routing import Replay
 from penstock.planner.shorten import quick, short
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.families import FAMILIES, plan_of
 from penstock.planner.solve.problem import Problem
 from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor

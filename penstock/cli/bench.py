@@ -97,7 +97,7 @@ def bench(
             )
         plan = given_plan(plan_file, machine, work)
         if family is not None:
-            from penstock.planner.solve.families import FAMILIES
+            from penstock.planner.families import FAMILIES
 
             if family not in FAMILIES or plan is not None:
                 raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
@@ -121,7 +121,7 @@ def _ops(
     config: str, machine: Machine, work: Work, weights: str | None, rows: str, isa: str | None, as_json: bool
 ) -> None:
     """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows or --isa."""
-    context = work.context or _CONTEXT
+    context = work.named_context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
     except ValueError:

@@ -264,10 +264,10 @@ class NativeBinding(Binding):
         batches: dict[int, int] = {}
         for number, call in enumerate(task.calls):
             batch = _batch(call)
-            batches.setdefault(batch.id, number)
             if not self._is_native(call):
                 steps.append(number)
                 continue
+            batches.setdefault(batch.id, number)
             if not steps or isinstance(steps[-1], int):
                 steps.append(_native.Program(self._compute))
             program, tables = steps[-1], self._shared_tables(batch.id)

@@ -26,9 +26,10 @@ from penstock.planner.programs.policy import (
     evaluate,
     solve,
 )
+from penstock.planner.programs.whole_layers import whole_layers
 from penstock.planner.solve import flexgen
 from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks, search
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe

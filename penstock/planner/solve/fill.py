@@ -26,8 +26,6 @@ from penstock.units import MIB, round_up
 CHUNK_ROWS = 512
 MIN_CHUNK_ROWS = 16
 
-Resident = dict[str, int]  # part key → how many of its granules stay in a memory
-
 
 # (lo, hi, home, executor of decode, executor of prefill, the most bytes of a unit) of granules lo..hi of a part.
 Run = tuple[int, int, Tier, Executor, Executor, int]
@@ -188,36 +186,3 @@ def _even(lo: int, hi: int, per_unit: int, step: int) -> tuple[tuple[int, int], 
     count = 1 if per_unit >= hi - lo else -(-(hi - lo) // (per_unit - step + 1))
     inner = ((lo + (hi - lo) * i // count) // step * step for i in range(1, count))
     return tuple(pairwise([lo, *(edge for edge in dict.fromkeys(inner) if edge > lo), hi]))
-
-
-def all_of(parts: Iterable[Part]) -> Resident:
-    """All granules of these parts."""
-    return {part.key: part.granules for part in parts}
-
-
-def share_out(wanted: Sequence[Part], budget: int, rest: Mapping[str, int] | None = None) -> Resident:
-    """The same share of every wanted part, as large as `budget` bytes allow. `rest`: part key → the granules that are
-    left to share out; None: all of the part."""
-    rest = all_of(wanted) if rest is None else rest
-    total = sum(rest[part.key] * part.granule_bytes for part in wanted)
-    share, taken = min(1.0, max(0, budget) / total) if total else 0.0, 0
-    shares: Resident = {}
-    for part in wanted:
-        shares[part.key] = int(rest[part.key] * share) // part.least_granules * part.least_granules
-        taken += shares[part.key] * part.granule_bytes
-    for part in wanted:  # what rounding down has left, a granule at a time
-        if taken + part.least_bytes <= budget and shares[part.key] < rest[part.key]:
-            shares[part.key] += part.least_granules
-            taken += part.least_bytes
-    return shares
-
-
-def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
-    """Slots of the cache of each of these parts: one, and even shares of what `budget` bytes hold besides."""
-    each = [part.least_bytes for part in experts]
-    slots = [1 + max(0, min(budget // sum(each), part.experts - 1)) for part in experts]
-    budget -= sum((n - 1) * nbytes for n, nbytes in zip(slots, each, strict=True))
-    for i, part in enumerate(experts):
-        if each[i] <= budget and slots[i] < part.experts:
-            slots[i], budget = slots[i] + 1, budget - each[i]
-    return slots

@@ -19,12 +19,13 @@ from math import inf
 from operator import le
 from typing import NamedTuple
 
+from penstock.planner.candidate import Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
-from penstock.planner.solve.candidate import Candidate
+from penstock.planner.programs.whole_layers import whole_layers
 from penstock.planner.solve.fill import MIN_CHUNK_ROWS
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, whole_layers
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -151,7 +152,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float = inf) -> BestPolicy | 
         return None
     near = whole_layers(shape.problem.layers, relaxed.policy.kv, shape.moved_tier)
     options = (lp.solve(program, kv) for kv in near if all(map(le, map(bool, kv), mode.kv)))
-    best = min((each for each in options if each is not None), key=lambda each: each.seconds, default=None)
+    best = min((each for each in options if each is not None), key=lambda each: each.objective, default=None)
     return BestPolicy(shape, best) if best is not None and best.seconds < below_s else None
 
 

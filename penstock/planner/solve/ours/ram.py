@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.candidate import Candidate
 from penstock.planner.firing import Firing
 from penstock.planner.reasons import without_device
+from penstock.planner.shares import Resident
 from penstock.planner.solve import fill
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
@@ -128,7 +129,7 @@ def _require_minimum(problem: Problem, limit: int) -> None:
 def minimum_bytes(problem: Problem) -> int:
     """The bytes of RAM that the smallest plan takes. In it every matrix streams through the smallest ring. Of a tiny
     model everything stays, which takes less than a ring."""
-    wanted: tuple[fill.Resident | None, ...] = ({}, None) if problem.may_stay is None else ({},)
+    wanted: tuple[Resident | None, ...] = ({}, None) if problem.may_stay is None else ({},)
     return min(size.plan({}, stays).tier_bytes()[HOST] for size in _least(problem) for stays in wanted)
 
 
