@@ -26,7 +26,15 @@ from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
 from penstock.spec.model import Layer, Routed
-from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, predictor_part
+from penstock.spec.parts import (
+    GRANULE_ROWS,
+    PAGE_BYTES,
+    Part,
+    active_columns,
+    granule_bytes,
+    head_key,
+    predictor_part,
+)
 from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -169,9 +177,10 @@ class Layout:
 
     def _fill_weights(self) -> None:
         """Takes the bytes of `weights`, without its slots: whoever only asks for sizes needs none."""
-        parts, ends = self.parts, dict[Tier, int]()
+        sizes = granule_bytes(self.plan.target.spec, self.plan.target.weights)
+        ends: dict[Tier, int] = dict.fromkeys([unit.home for unit in self.plan.units], 0)
         for unit in self.plan.units:
-            ends[unit.home] = ends.get(unit.home, 0) + (unit.hi - unit.lo) * parts[unit.part].granule_bytes
+            ends[unit.home] += (unit.hi - unit.lo) * sizes[unit.part]
         self._fill |= {f"{home}.weights": end for home, end in ends.items() if not is_disk(home)}
 
     @cached_property

@@ -109,11 +109,15 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
         return
     yield first
     yield from ours
-    from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
+    from penstock.planner.solve import llama_cpp, pipo, scheinfer
 
-    neurons = every or may_plan or powerinfer.runs(problem)
-    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if neurons else ())):
+    for solver in (scheinfer, llama_cpp, pipo):
         yield from solver.candidates(problem)
+    if every or may_plan or problem.sparsity == "predict":
+        from penstock.planner.solve import powerinfer
+
+        if every or may_plan or powerinfer.runs(problem):
+            yield from powerinfer.candidates(problem)
 
 
 def _in_blocks(problem: Problem) -> Iterator[Candidate]:
