@@ -13,23 +13,6 @@ struct Wanted {
     alignas(64) float values[kFourNeurons][kFewRows];  // [wanted neuron][row]
 };
 
-// Fetches what is read first of the neurons that are listed. Their rows lie apart, and the processor's own prefetcher
-// does not find the first ones; the others are fetched while those before them are used.
-void fetch_first(const FfnOp& op, const Four& four, const Wanted& wanted) {
-    const Matrix &up = op.shape.up, &down = op.shape.down;
-    const auto row_of = [&](const Matrix& m, int i) {
-        const int g = four.lo + wanted.at[i] / kGranuleRows;
-        return row_at(m, op.weights.data + std::size_t(g) * op.weights.stride, wanted.at[i] % kGranuleRows);
-    };
-    if (op.shape.gate.rows > 0 && wanted.count > 0) prefetch_run(row_of(up, 0), row_bytes(up));
-    for (int i = 0; i < std::min(wanted.count, kTogether); ++i) {
-        prefetch_run(row_of(down, i), std::min(kFetchedBytes / kTogether, row_bytes(down)));
-    }
-    for (int i = 0; adds_codes(op) && i < wanted.count; ++i) {
-        prefetch_run(row_of(down, i) + down.codes_bytes(), row_bytes(down) - down.codes_bytes());
-    }
-}
-
 // Lists the neurons of a four that some row fires. Their activation is computed granule by granule, in tiles, unless
 // it is there.
 void list_fired(const FfnOp& op, const Four& four, const Zeros& zeros, const Rows& x, Wanted& wanted) {
@@ -48,7 +31,6 @@ void list_fired(const FfnOp& op, const Four& four, const Zeros& zeros, const Row
             any = fire(op.shape, granule_at(g), next, x, 0, x.count, here, computed);
         }
         if (!any && op.skips) continue;
-        const bool none_before = wanted.count == 0;
         for (int i = 0; i < op.shape.up.rows; ++i) {
             float* const values = wanted.values[wanted.count];
             bool wants = !op.skips;
@@ -58,7 +40,6 @@ void list_fired(const FfnOp& op, const Four& four, const Zeros& zeros, const Row
             }
             if (wants) wanted.at[wanted.count++] = static_cast<std::int16_t>(g * kGranuleRows + i);
         }
-        if (none_before) fetch_first(op, four, wanted);  // they arrive while the next granules are computed
     }
 }
 
@@ -137,6 +118,9 @@ void sum_codes(const FfnOp& op, const Four& four, const Wanted& wanted, int t, f
         const int ahead_count = std::min(wanted.count - hi, hi - lo + kTogether);
         const std::uint8_t* ahead[kGranuleRows + kTogether];
         for (int i = 0; i < ahead_count; ++i) ahead[i] = row_of(hi + i);
+        for (int i = 0; i < ahead_count; ++i) {
+            prefetch_run(ahead[i] + down.codes_bytes(), row_bytes(down) - down.codes_bytes());
+        }
         for (int row = 0; row < t; row += kPair) {
             const bool two = row + 1 < t;
             float* const sums[kPair] = {to + std::ptrdiff_t(row) * d, to + std::ptrdiff_t(row + (two ? 1 : 0)) * d};
@@ -145,8 +129,9 @@ void sum_codes(const FfnOp& op, const Four& four, const Wanted& wanted, int t, f
                 const float first = wanted.values[i][row], second = two ? wanted.values[i][row + 1] : 0.0F;
                 if (!op.skips || first != 0.0F || second != 0.0F) some.add(row_of(i), first, second);
             }
-            const Ahead later = row == 0 ? Ahead{ahead, ahead_count} : Ahead{};
-            two ? add_some<2>(down, some, 0, d, sums, later) : add_some<1>(down, some, 0, d, sums, later);
+            const int fetched = row == 0 ? ahead_count : 0;
+            two ? add_some<2>(down, some, 0, d, sums, ahead, fetched)
+                : add_some<1>(down, some, 0, d, sums, ahead, fetched);
         }
     }
 }
@@ -166,9 +151,15 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
     if (shape.by_records()) {
         list_active(op, four, zeros, t, wanted);
         fire_records(op, four, zeros, h, t, wanted);
-        fetch_first(op, four, wanted);
     } else {
         list_fired(op, four, zeros, x, wanted);
+    }
+    // Rows lie apart, and the processor's own prefetcher finds none of them. The first ones are fetched now, the others
+    // while those before them are used.
+    for (int i = 0; i < std::min(wanted.count, kTogether); ++i) {
+        const int neuron = wanted.at[i] % kGranuleRows;
+        if (gated) prefetch_run(row_at(shape.up, granule_of(i), neuron), row_bytes(shape.up));
+        prefetch_run(row_at(down, granule_of(i), neuron), row_bytes(down));
     }
     if (gated) {
         by_kind(shape.up, [&]<Kind kind>() {
@@ -183,7 +174,7 @@ void sum_neurons(const FfnOp& op, const Rows& x, const Four& four, float* to) {
         });
     }
     begin_sum(four.continues ? op.sum.pending : nullptr, std::size_t(t) * std::size_t(d), to);
-    if (adds_codes(op)) return sum_codes(op, four, wanted, t, to);
+    if (down.kind == Kind::kInt4 && !op.exact) return sum_codes(op, four, wanted, t, to);
     by_kind(down, [&]<Kind kind>() {
         const std::uint8_t *rows[kTogether], *next[kTogether];
         const float* values[kTogether];

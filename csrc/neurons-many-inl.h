@@ -130,8 +130,8 @@ void add_codes(const FfnOp& op, int g, const Values& from, int column, int colum
         const bool two = row + 1 < count;
         float* const to = sum + std::ptrdiff_t(row) * kSumColumns;
         float* const sums[kPair] = {to, two ? to + kSumColumns : to};
-        two ? add_some<2>(down, some, column, column + columns, sums, {})
-            : add_some<1>(down, some, column, column + columns, sums, {});
+        two ? add_some<2>(down, some, column, column + columns, sums, nullptr, 0)
+            : add_some<1>(down, some, column, column + columns, sums, nullptr, 0);
     }
 }
 
@@ -164,7 +164,7 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
         }
         for (int g = four.lo; g < four.hi; ++g) {
             const Values& from = values[std::size_t(g - fours.begin)];
-            if (adds_codes(op)) {
+            if (op.shape.down.kind == Kind::kInt4 && !op.exact) {
                 add_codes(op, g, from, column, columns, count, own);
                 continue;
             }

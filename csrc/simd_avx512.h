@@ -175,7 +175,12 @@ inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations. It is exact: nothing saturates.
-inline __m512i dot_bytes(__m512i acc, __m512i weights, __m512i a) {
+// `nibbles`: no weight is above 15.
+template <bool nibbles>
+inline I i_dot(I acc, Line weights, const std::int8_t* four) {
+    std::int32_t bits;
+    __builtin_memcpy(&bits, four, 4);
+    const __m512i a = _mm512_set1_epi32(bits);
 #ifdef __AVX512VNNI__
     return _mm512_dpbusd_epi32(acc, weights, a);
 #else
@@ -184,13 +189,6 @@ inline __m512i dot_bytes(__m512i acc, __m512i weights, __m512i a) {
     acc = _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_and_si512(weights, bytes), even));
     return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), odd));
 #endif
-}
-// `nibbles`: no weight is above 15.
-template <bool nibbles>
-inline I i_dot(I acc, Line weights, const std::int8_t* four) {
-    std::int32_t bits;
-    __builtin_memcpy(&bits, four, 4);
-    return dot_bytes(acc, weights, _mm512_set1_epi32(bits));
 }
 
 // Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
@@ -201,56 +199,23 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     _mm512_storeu_si512(to, _mm512_or_si512(ab, cd));
 }
 
-// Codes of four rows of nibbles times four numbers each, added up for 32 · kQuadLines columns. The order within is that
-// of 128-bit lanes: lane l of `both[j]` has bytes 4 j … 4 j + 3 of the rows' line l, those of the four rows side by
-// side. Bytes are multiplied whole, and their high halves (16 times the codes) once more, which takes one mask for
-// both.
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
 constexpr int kQuadLines = 4;
 struct Quads {
-    __m512i both[4];
-};
-struct QuadSums {
-    __m512i whole[4], high[4];
-};
-struct QuadOrder {
-    __m512i at;
+    Line low[kQuadLines], high[kQuadLines];
 };
 inline Quads quads_of(const std::uint8_t* const* rows) {
-    const auto row = [rows](int i) { return _mm512_loadu_si512(rows[i]); };
-    const __m512i first = _mm512_unpacklo_epi8(row(0), row(1)), second = _mm512_unpackhi_epi8(row(0), row(1));
-    const __m512i third = _mm512_unpacklo_epi8(row(2), row(3)), fourth = _mm512_unpackhi_epi8(row(2), row(3));
-    return {{_mm512_unpacklo_epi16(first, third), _mm512_unpackhi_epi16(first, third),
-             _mm512_unpacklo_epi16(second, fourth), _mm512_unpackhi_epi16(second, fourth)}};
-}
-// group[l]: which of the numbers line l takes, up to kQuadLines - 1.
-inline QuadOrder quad_order(const int* group) {
-    const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group));
-    const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    return {_mm512_permutexvar_epi32(lanes, _mm512_castsi128_si512(four))};
-}
-// fours [kQuadLines]: four int8 each.
-inline void quad_add(QuadSums& sums, const Quads& quads, const std::int32_t* fours, const QuadOrder& order) {
-    const __m128i near = _mm_loadu_si128(reinterpret_cast<const __m128i*>(fours));
-    const __m512i a = _mm512_permutexvar_epi32(order.at, _mm512_castsi128_si512(near));
-    for (int j = 0; j < 4; ++j) {
-        sums.whole[j] = dot_bytes(sums.whole[j], quads.both[j], a);
-        sums.high[j] = dot_bytes(sums.high[j], _mm512_and_si512(quads.both[j], _mm512_set1_epi8(char(0xf0))), a);
-    }
-}
-// The 4 × 4 lanes of four registers, turned: register l gets the lanes l.
-inline void turn_lanes(const __m512i (&v)[4], I* to, int step) {
-    const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[0], v[1], 0xee);
-    const __m512i c = _mm512_shuffle_i32x4(v[2], v[3], 0x44), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
-    to[0] = _mm512_shuffle_i32x4(a, c, 0x88), to[step] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    to[2 * step] = _mm512_shuffle_i32x4(b, d, 0x88), to[3 * step] = _mm512_shuffle_i32x4(b, d, 0xdd);
-}
-// to [2 · kQuadLines]: the sums of 16 columns each.
-inline void quad_columns(const QuadSums& sums, I* to) {
-    __m512i low[4], high[4];
-    for (int j = 0; j < 4; ++j) {
-        low[j] = _mm512_sub_epi32(sums.whole[j], sums.high[j]), high[j] = _mm512_srai_epi32(sums.high[j], 4);
-    }
-    turn_lanes(low, to, 2), turn_lanes(high, to + 1, 2);
+    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i row[4];
+    for (int i = 0; i < 4; ++i) row[i] = _mm512_permutexvar_epi32(turned, _mm512_loadu_si512(rows[i]));
+    const __m512i first = _mm512_unpacklo_epi8(row[0], row[1]), second = _mm512_unpackhi_epi8(row[0], row[1]);
+    const __m512i third = _mm512_unpacklo_epi8(row[2], row[3]), fourth = _mm512_unpackhi_epi8(row[2], row[3]);
+    const Line both[kQuadLines] = {_mm512_unpacklo_epi16(first, third), _mm512_unpackhi_epi16(first, third),
+                                   _mm512_unpacklo_epi16(second, fourth), _mm512_unpackhi_epi16(second, fourth)};
+    Quads quads;
+    for (int j = 0; j < kQuadLines; ++j) quads.low[j] = low_nibbles(both[j]), quads.high[j] = high_nibbles(both[j]);
+    return quads;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -343,17 +343,11 @@ inline void i_store_fours(std::int32_t* to, const I& a, const I& b, const I& c, 
     }
 }
 
-// Codes of four rows of nibbles times four numbers each, added up for 32 · kQuadLines columns. Lane i of low[j] has the
-// four rows' column 32 j + i, of high[j] their column 32 j + 16 + i.
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
+// high[j] their column 32 j + 16 + i.
 constexpr int kQuadLines = 1;
 struct Quads {
     Line low[kQuadLines], high[kQuadLines];
-};
-struct QuadSums {
-    I low[kQuadLines], high[kQuadLines];
-};
-struct QuadOrder {
-    int group[kQuadLines];
 };
 inline Quads quads_of(const std::uint8_t* const* rows) {
     Quads quads{};
@@ -364,24 +358,6 @@ inline Quads quads_of(const std::uint8_t* const* rows) {
         }
     }
     return quads;
-}
-// group[j]: which of the numbers line j takes, up to kQuadLines - 1.
-inline QuadOrder quad_order(const int* group) {
-    QuadOrder order;
-    for (int j = 0; j < kQuadLines; ++j) order.group[j] = group[j];
-    return order;
-}
-// fours [kQuadLines]: four int8 each.
-inline void quad_add(QuadSums& sums, const Quads& quads, const std::int32_t* fours, const QuadOrder& order) {
-    for (int j = 0; j < kQuadLines; ++j) {
-        const auto* four = reinterpret_cast<const std::int8_t*>(fours + order.group[j]);
-        sums.low[j] = i_dot<true>(sums.low[j], quads.low[j], four);
-        sums.high[j] = i_dot<true>(sums.high[j], quads.high[j], four);
-    }
-}
-// to [2 · kQuadLines]: the sums of 16 columns each.
-inline void quad_columns(const QuadSums& sums, I* to) {
-    for (int j = 0; j < kQuadLines; ++j) to[2 * j] = sums.low[j], to[2 * j + 1] = sums.high[j];
 }
 
 }  // namespace penstock::PENSTOCK_ISA
