@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
+.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-accuracy bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -66,11 +66,17 @@ bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgr
 bench-quality: .venv/run.stamp ## what int8 and int4 cost the bundled model, as weights and as KV cache: perplexity and KL divergence
 	@$(BIN)/python -m bench.quality
 
+bench-accuracy: .venv/run.stamp ## FlexGen's Table 5 for three small models: 4 bits, of weights and of KV: perplexity, LAMBADA's last words
+	@$(BIN)/python -m bench.accuracy $(ARGS)
+
 bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention
 	@$(BIN)/python -m bench.cpu $(ARGS)
 
 bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
 	@$(BIN)/python -m bench.predict --plot docs/predicted.svg $(ARGS)
+
+bench-chat: .venv/run.stamp ## a chat of 20 turns on the 1B shape: is the first token as quick in the last turn as in the second
+	@$(BIN)/python -m bench.chat_turns $(ARGS)
 
 bench-choice: .venv/run.stamp ## every candidate of three settings, run: is the chosen plan the fastest
 	@$(BIN)/python -m bench.choice $(ARGS)
@@ -114,6 +120,9 @@ page-shots: .venv/test.stamp .venv/plot.stamp ## pictures of the page in fixed s
 gpu-wheels: .venv/tools.stamp ## what bench/gpu_check.sh needs on a machine without a network (WHEELS="--python-version 3.12 …" for another Python)
 	@$(BIN)/pip download -q -d build/gpu-wheels --only-binary :all: $(WHEELS) numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich \
 	    pytest hypothesis ml_dtypes
+
+docs: .venv/test.stamp ## the documentation as a site in build/site; fails for a link that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean: ## remove .venv, build and caches
 	@rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -19,9 +19,9 @@ from typing import Any
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
 from penstock.planner.bound import score_s
+from penstock.planner.candidate import Compared
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.candidate import Compared
 from penstock.runtime.probe_apart import probe_apart
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading

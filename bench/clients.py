@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import statistics
@@ -53,8 +54,15 @@ class Server:
 
     def rss_bytes(self) -> int:
         """Memory of the server and of the processes that it started."""
-        children = Path(f"/proc/{self.process_id}/task/{self.process_id}/children").read_text().split()
-        return sum(_rss_bytes(int(pid)) for pid in (self.process_id, *children))
+        return sum(map(_rss_bytes, self._processes()))
+
+    def cpu_s(self) -> float:
+        """Processor time of these so far."""
+        return sum(map(cpu_s, self._processes()))
+
+    def _processes(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process_id}/task").iterdir()  # whichever thread started them
+        return [self.process_id, *(int(pid) for task in tasks for pid in (task / "children").read_text().split())]
 
     def settle(self) -> None:
         """Waits until no request is there. Ends the bench where that takes longer than an answer may."""
@@ -187,19 +195,20 @@ def tokens_per_s(server: Server, streams: Sequence[Stream], tokens: int) -> floa
     threads = [threading.Thread(target=stream.run, args=(server,)) for stream in streams]
     for thread in threads:
         thread.start()
-
-    def wait_until(done: Callable[[Stream], bool]) -> float:
-        while not all(map(done, streams)):
-            if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
-                raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
-            time.sleep(0.01)
-        return time.perf_counter()
-
-    start_s = wait_until(lambda stream: bool(stream.times_s))
+    start_s = wait_until(streams, threads, lambda stream: bool(stream.times_s))
     had = {id(stream): len(stream.times_s) for stream in streams}
-    end_s = wait_until(lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
+    end_s = wait_until(streams, threads, lambda stream: len(stream.times_s) >= had[id(stream)] + tokens)
     leave(streams, threads)
     return sum(start_s < at <= end_s for s in streams for at in s.times_s) / (end_s - start_s)
+
+
+def wait_until(streams: Sequence[Stream], threads: Sequence[threading.Thread], done: Callable[[Stream], bool]) -> float:
+    """Returns when all of them are so far, on the clock. Ends the bench where one ends before."""
+    while not all(map(done, streams)):
+        if any(stream.failed or not thread.is_alive() for stream, thread in zip(streams, threads, strict=True)):
+            raise SystemExit(f"a stream ended before all were answered at once: {[s.failed for s in streams]}")
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> None:
@@ -252,6 +261,15 @@ def medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of every number that all rounds have, beside what each round gave."""
     names = [name for name, value in found[0].items() if isinstance(value, float | int)]
     return {name: statistics.median(each[name] for each in found) for name in names} | {"by_round": list(found)}
+
+
+def cpu_s(process_id: int) -> float:
+    """Processor time of a process so far; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rss_bytes(pid: int) -> int:

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import masks
-from bench.clients import Server, Stream, counted_tokens_per_s, kept_busy, served
+from bench.clients import Server, Stream, counted_tokens_per_s, cpu_s, kept_busy, served
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
 from bench.page_shots import BUNDLED
-from bench.tab import Tab, cpu_s, opened
+from bench.tab import Tab, opened
 from penstock.runtime import host
-from penstock.runtime.probe import cpu_name, load_or_probe
+from penstock.runtime.probe import load_or_probe
+from penstock.runtime.this_machine import cpu_name
 
 PARTS = ("masks", "cost", "open")
 STREAMS, CONTEXT, TURN_S, LOOK_S = 8, 1024, 8.0, 30.0

@@ -5,6 +5,10 @@ ceilings (RAM and disk reads, dot products) are read before the probe, right bef
 differ by more than a tenth, or halves of its answers do, or other processes took more than 3 % of the processors
 meanwhile, the setting comes again, its probe too, when all others had their turn: what disturbs a shared machine goes
 on for minutes. The last line is one JSON object.
+
+Beside the probe's prediction each row has three more: by a quick probe, made once at the start; by the same after the
+runs so far have shifted its rates; and the promise as it is renewed right before the run. `--probe once` measures the
+machine whole once, too, as a user does.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench import predict_quick
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
+from bench.predict_quick import Hasty, renewed_fields
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
@@ -60,23 +66,27 @@ def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
 class Machine:
     """This machine's figures, as of now."""
 
-    def __init__(self, folder: Path, file: ProbeFile) -> None:
-        self._folder, self._file = folder, file
+    def __init__(self, folder: Path, file: ProbeFile, readings: int, once: bool) -> None:
+        self._folder, self._file, self._readings, self._once = folder, file, readings, once
+        self._known: MachineSpec | None = None
         self.probes, self.probe_s = 0, 0.0
+        self.hasty = Hasty(folder)
 
     def ceilings(self) -> Ceilings:
         """Now, medians. At rest one reading of the RAM (0.1 s) differs by 10 % from the next; one of the dot products
         (16 ms) halves where anything else has a core for that moment. Neither is a drift."""
         threads = host.usable_cpus()
-        takes = [ceilings(threads, self._file) for _ in range(CEILINGS)]
+        takes = [ceilings(threads, self._file) for _ in range(self._readings)]
         return Ceilings(
             **{each.name: statistics.median(getattr(t, each.name) for t in takes) for each in fields(Ceilings)}
         )
 
     def figures(self) -> MachineSpec:
         """What the probe measures, of the formats that these models have."""
+        if self._known is not None and self._once:
+            return self._known
         start_s = time.perf_counter()
-        found = probe_apart(self._folder, formats=("int4",), kv_formats=("float16",))
+        found = self._known = probe_apart(self._folder, formats=("int4",), kv_formats=("float16",))
         self.probe_s, self.probes = time.perf_counter() - start_s, self.probes + 1
         return found
 
@@ -95,7 +105,7 @@ def solved(model: Path, share: float, prompt: int, batch: int, tokens: int, mach
     return solve(ask, packed.spec, packed.weights, machine), settle_context(ask, packed.spec)
 
 
-def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine) -> dict[str, Any]:
+def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine, repeat_s: float) -> dict[str, Any]:
     """One setting, once."""
     at_probe = machine.ceilings()
     figures = machine.figures()
@@ -103,12 +113,12 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
     tokens = int(DECODE_S * first.prediction.decode_tokens_per_s / batch)
     tokens = max(LEAST_TOKENS, min(MOST_TOKENS, tokens))
     found, ask = solved(model, share, prompt, batch, tokens, figures)
-    return run(model, found, ask, tokens, figures, machine, at_probe)
+    return run(model, found, ask, tokens, figures, machine, at_probe, repeat_s)
 
 
 def in_turns(
     settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
-    keep: Path | None, known: Sequence[dict[str, Any]],
+    keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each setting, the least disturbed one of up to `attempts`, whatever its error; the steady ones come
     once. After `most_s` no setting comes again. `known`: attempts of a run before, which count."""
@@ -129,7 +139,7 @@ def in_turns(
             if setting in rows and time.perf_counter() - start_s > most_s:
                 return [rows[each] for each in settings]
             shape, share, prompt, batch = setting
-            found = measure(models[shape], share, prompt, batch, machine)
+            found = measure(models[shape], share, prompt, batch, machine, repeat_s)
             row = {"shape": shape, "share": share, **found}
             row["attempts"] = rows[setting]["attempts"] + 1 if setting in rows else 1
             if keep:
@@ -149,8 +159,10 @@ def _due(settings: Sequence[Setting], rows: dict[Setting, dict[str, Any]], attem
 
 
 def run(
-    model: Path, found: Solved, ask: Ask, tokens: int, figures: MachineSpec, machine: Machine, at_probe: Ceilings
-) -> dict[str, Any]:
+    model: Path, found: Solved, ask: Ask, tokens: int, figures: MachineSpec, machine: Machine, at_probe: Ceilings,
+    repeat_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    hasty = machine.hasty.foretell(found.plan, ask)
     engine = Engine.load(model, ask, Loading(machine=figures, plan=found.plan))
     vocab = engine.plan.target.spec.vocab
     try:
@@ -158,16 +170,17 @@ def run(
         prompts = [token_ids(vocab, ask.prompt_tokens, seq).tolist() for seq in range(ask.batch)]
         # The first pass after loading is some 8 % slower (caches, threads): not what a conversation is like.
         engine.generate([token_ids(vocab, 16).tolist()] * ask.batch, SamplingParams(max_tokens=2, ignore_eos=True))
-        before = machine.ceilings()
+        before, today = machine.ceilings(), renewed_fields(engine.renew())
         answers: list[Generation] = []
         start_s, start_busy_s = time.perf_counter(), others_busy_s()
-        while len(answers) < REPEATS and (not answers or time.perf_counter() - start_s < REPEAT_S):
+        while len(answers) < REPEATS and (not answers or time.perf_counter() - start_s < repeat_s):
             params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             answers.append(engine.generate(prompts, params)[-1])
         others = (others_busy_s() - start_busy_s) / (time.perf_counter() - start_s) / host.usable_cpus()
         after = machine.ceilings()
     finally:
         engine.close()
+    machine.hasty.learn(found.plan, answers)
     predicted: Prediction = found.prediction
     streams = bool(found.plan.ring_bytes)
     drift = max(differ(before, after, streams), differ(at_probe, before, streams))
@@ -191,7 +204,10 @@ def run(
         "peak_bytes_exact": promised == allocated,
         "disk_bytes_per_token": answer.disk_bytes_per_token,
         "predicted_disk_bytes_per_token": predicted.disk_bytes_per_token,
+        **hasty,
+        **today,
         "drift": drift,
+        "drift_in_run": differ(before, after, streams),
         "others_share": others,
         "swing": (swing := max(halves) / min(halves) - 1),
         "disturbed": max(drift / DRIFT, others / OTHERS, swing / DRIFT),
@@ -259,6 +275,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--attempts", type=int, default=6, help="at a setting, while the machine drifts")
     parser.add_argument("--minutes", type=float, default=60, help="after which no setting comes again")
+    parser.add_argument("--probe", choices=("each", "once"), default="each", help="the whole one: before each setting")
+    parser.add_argument("--readings", type=int, default=CEILINGS, help="of each ceiling")
+    parser.add_argument("--repeat-seconds", type=float, default=REPEAT_S, help="of runs of a setting")
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
     parser.add_argument("--resume", action="store_true", help="the rows that are there already count: of this build")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
@@ -277,21 +296,23 @@ def main() -> None:
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file:
-            machine = Machine(folder, file)
+            machine = Machine(folder, file, wanted.readings, wanted.probe == "once")
             settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
-            rows = in_turns(settings, models, machine, wanted.attempts, 60 * wanted.minutes, wanted.rows, known)
+            most_s, repeat_s = 60 * wanted.minutes, wanted.repeat_seconds
+            rows = in_turns(settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s)
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
         plot(rows, wanted.plot)
     errors = {name: [row[f"{name}_error"] for row in rows] for name in ("decode", "ttft")}
-    summary = {f"{name}_error_{which}": of(e) for name, e in errors.items() for which, of in
+    errors_of = {f"{name}_error_{which}": of(e) for name, e in errors.items() for which, of in
                (("median", statistics.median), ("worst", max))}  # fmt: skip
     print(
         json.dumps(
             {
                 "bench": "predict",
                 "settings": len(rows),
-                **summary,
+                **errors_of,
+                **predict_quick.summary(rows, lambda row: row["drift_in_run"] <= DRIFT),
                 "peak_bytes_exact": all(row["peak_bytes_exact"] for row in rows),
                 "disturbed": sum(row["disturbed"] > 1 for row in rows),
                 "took_s": time.perf_counter() - start_s,
@@ -307,7 +328,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['decode_tokens_per_s']:7.2f} (predicted {row['predicted_decode_tokens_per_s']:7.2f}, "
         f"{row['decode_error']:4.0%}), first token {row['ttft_s']:6.2f} s ({row['predicted_ttft_s']:6.2f}, "
         f"{row['ttft_error']:4.0%}), drift {row['drift']:.0%}, swing {row['swing']:.0%}, others "
-        f"{row['others_share']:.0%}, bound by {row['bound_by']}, attempt {row['attempts']}"
+        f"{row['others_share']:.0%}, bound by {row['bound_by']}, {predict_quick.line(row)}, attempt {row['attempts']}"
     )
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.cache import POLICIES
 from penstock.graph.tasks import Pass
-from penstock.planner.solve.fill import page_tokens
+from penstock.planner.sizes import page_tokens
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PINNED, Part, parts
-from penstock.spec.plan import ORDERS, ActHome, Cache, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ORDERS, ActHome, Cache, DeviceRows, KvHome, Plan, PlanModel, Unit
 
 
 def make_plan(
@@ -39,6 +39,7 @@ def make_plan(
     kv_spilled: frozenset[int] = frozenset(),
     kv_homes: Sequence[tuple[str, str]] | None = None,
     caches: tuple[Cache, ...] = (),
+    device_rows: tuple[DeviceRows, ...] = (),
 ) -> Plan:
     """`kv_spilled`: layers whose KV lives on the disk. `kv_homes`: instead, (home, executor of attention) per layer.
     `main`: the executor that holds the activations."""
@@ -67,6 +68,7 @@ def make_plan(
         process_bytes=64 << 20,
         context_bytes=0,
         caches=caches,
+        device_rows=device_rows,
     )
     return replace(plan, arenas=Layout(plan).arenas())
 
@@ -162,6 +164,10 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
             )
             home = main if part.kind in PINNED else draw(st.sampled_from(homes))
             units.append(Unit(part.key, lo, hi, decode if part.kind == "router" else home, decode, prefill))
+    tables = _device_rows(draw, spec, units, cached) if main == "gpu0" else ()
+    units = [_shared_rows(unit, tables) for unit in units]
+    shared = {unit.part for unit in units if unit.decode == "host"}
+    tables = tuple(table for table in tables if f"{table.layer}.ffn" in shared)
     sizes = {part.key: part.granule_bytes for part in parts(spec, weights)}
     rings: dict[str, int] = {}
     stage = max(part.granule_bytes for part in parts(spec, weights) if part.kind == "norms")  # copies for attention
@@ -186,8 +192,29 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
     ]
     return make_plan(
         spec, weights, units, ring_bytes=rings, stage_bytes=stage, main=main, kv_homes=kv_homes, caches=caches,
-        order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
+        device_rows=tables, order=draw(st.sampled_from(ORDERS)), **fields,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def _device_rows(
+    draw: st.DrawFn, spec: ModelSpec, units: Sequence[Unit], cached: bool
+) -> tuple[DeviceRows, ...]:  # fmt: skip
+    """Tables of rows that the CPU takes of prompts, for some layers with a dense FFN. None with caches."""
+    dense = sorted({int(unit.part.partition(".")[0]) for unit in units if unit.part.endswith(".ffn")})
+    if cached and any(unit.part.endswith(".experts") for unit in units):
+        return ()
+    tables = []
+    for layer in dense if draw(st.booleans()) else ():
+        rows = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=3)))
+        tables.append(DeviceRows(layer, tuple(rows), tuple(draw(st.integers(0, t - 1)) for t in rows)))
+    return tuple(tables)
+
+
+def _shared_rows(unit: Unit, tables: Sequence[DeviceRows]) -> Unit:
+    """The unit as a layer has it that shares rows: the device computes prompts, the CPU decodes what lies in RAM."""
+    if unit.part not in {f"{table.layer}.ffn" for table in tables}:
+        return unit
+    return replace(unit, decode="host" if unit.home == "host" else "gpu0", prefill="gpu0")
 
 
 def _caches(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.peers import Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
 from penstock import _native
 from penstock.graph.batch import Batch
 from penstock.graph.ops import attend_cost
@@ -28,13 +28,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
-    parser.add_argument("--plan", type=Path, required=True, help="the server's: of two sequences at least")
+    parser.add_argument("--plan", type=Path, help="the server's: of two sequences at least; default one all in memory")
+    parser.add_argument("--context", type=int, help="of a plan all in memory")
+    parser.add_argument("--limit", type=int, help="bytes of the whole process, as the plan was made for")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        plan = plans.loads(wanted.plan.read_text(), str(wanted.plan))
-        engine = Engine.load(wanted.model, Ask(), Loading(cache=wanted.cache, plan=plan))
-        session, spec, length = engine.session, plan.target.spec, 0
+        given = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
+        ask = Ask(
+            batch=2, context=wanted.context, prompt_tokens=PROMPT_TOKENS, host_memory_bytes=wanted.limit
+        )  # fmt: skip
+        engine = Engine.load(wanted.model, ask, Loading(cache=wanted.cache, plan=given))
+        session, plan, spec, length = engine.session, engine.plan, engine.plan.target.spec, 0
 
         def step(purpose: str, seq: int, start: int, rows: int, then: Stream) -> float:
             """Takes a pass with rows of one sequence. Returns its seconds."""

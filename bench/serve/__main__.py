@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--large", type=Path, default=DEFAULT_SHAPES["8b"], help="config.json of the shape for budgets")
     parser.add_argument("--small", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of the shape for loads")
     wanted = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and its servers with it
     start_s = time.perf_counter()
     found: Figures = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:

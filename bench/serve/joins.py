@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
-from bench.clients import leave, medians, percentile, together
+from bench.clients import leave, medians, percentile, together, wait_until
 from bench.offload_engines import tell
 from bench.peers import PROMPT_TOKENS
 from bench.serve.models import Bench, Figures
@@ -27,8 +26,7 @@ def prompt(bench: Bench, rounds: int) -> Figures:
             for thread in threads:
                 thread.start()
             # Some gaps before the prompt comes, as many as it will take.
-            while min(len(stream.times_s) for stream in talking) < 24:
-                time.sleep(0.02)
+            wait_until(talking, threads, lambda stream: len(stream.times_s) >= 24)
             together(server, joins[1:2])
             leave(talking, threads)
             start_s, end_s = joins[1].asked_s, joins[1].times_s[0]

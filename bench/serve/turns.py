@@ -2,8 +2,9 @@
 
 `ttft_prefix_ratio`  beside the first token of as many new tokens without a chat before them
 `ttft_pass_ratio`    beside one pass of the same plan in one process without HTTP: the new tokens behind the chat
-`ttft_bound_ratio`   beside a bound: that process's new tokens alone, and what attention over the chat takes at the
-                     float peak of the same minute
+`ttft_bound_ratio`   beside a bound: the new tokens alone with all weights in memory, so that no disk is waited for, and
+                     what attention over the chat takes at the float peak of the same minute
+`prefix_bound_ratio` what `ttft_prefix_ratio` would be at that bound: less is not possible with the same bits
 `restart_…`          the same turn once more, by a server that has started again with --keep-kv: less what reading the
                      kept pages takes at the disk's speed of the same minute, beside the new tokens. They are more than
                      before, for whole pages alone are kept
@@ -50,6 +51,7 @@ def prefix(bench: Bench, rounds: int) -> Figures:
                 figures |= {"restart_ttft_s": asked.ttft_s, "restart_cached_tokens": cached,
                             "restart_new_tokens": new, "restart_ttft_new_tokens_s": alone.ttft_s}  # fmt: skip
     _add_passes(bench, plan, found)
+    _add_bounds(bench, found)
     return medians(found)
 
 
@@ -93,7 +95,7 @@ def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> Non
         read_bytes_per_s = ceilings.read().disk_read_bytes_per_s
     token_bytes = kv_bytes_of_token(plan)
     with started(bench.folder, "bench.peers.turn", bench.limit, model, "--cache", bench.folder / "cache",
-                 "--plan", file) as (worker, _):  # fmt: skip
+                 "--plan", file, "--limit", bench.limit) as (worker, _):  # fmt: skip
         restarted, whole = found[0]["restart_cached_tokens"], found[0]["cached_tokens"]
         worker.ask("read", restarted)
         worker.ask("turn", TURN_TOKENS)  # not counted
@@ -108,13 +110,27 @@ def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> Non
         worker.ask("read", whole - restarted)
         for figures in found:
             there, alone = (worker.ask(where, figures["new_tokens"]) for where in ("turn", "alone"))
-            peak = float(worker.ask("peak", 1)["float32_flops_per_s"])
-            attention_s = (there["attend_flops"] - alone["attend_flops"]) / peak
             figures |= {
                 "pass_turn_s": there["seconds"], "pass_new_tokens_s": alone["seconds"],
-                "float32_flops_per_s": peak, "attention_at_peak_s": attention_s,
+                "attention_flops": there["attend_flops"] - alone["attend_flops"],
                 "ttft_pass_ratio": figures["ttft_turn_s"] / there["seconds"],
-                "ttft_bound_ratio": figures["ttft_turn_s"] / (alone["seconds"] + attention_s),
+            }  # fmt: skip
+
+
+def _add_bounds(bench: Bench, found: list[Figures]) -> None:
+    """Adds to each round the least that its turn can take."""
+    arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT)
+    with started(bench.folder, "bench.peers.turn", None, bench.models["large"], *arguments) as (worker, _):
+        worker.ask("alone", TURN_TOKENS)  # not counted
+        for figures in found:
+            alone_s = worker.ask("alone", figures["new_tokens"])["seconds"]
+            peak = float(worker.ask("peak", 1)["float32_flops_per_s"])
+            bound_s = alone_s + figures["attention_flops"] / peak
+            figures |= {
+                "pass_new_tokens_in_ram_s": alone_s, "float32_flops_per_s": peak,
+                "attention_at_peak_s": figures["attention_flops"] / peak,
+                "ttft_bound_ratio": figures["ttft_turn_s"] / bound_s,
+                "prefix_bound_ratio": bound_s / figures["ttft_new_tokens_s"],
             }  # fmt: skip
             tell(f"passes of turn {TURNS}: {json.dumps(figures)}")
 

@@ -99,7 +99,7 @@ def batch(
     from penstock.store.predictors import model_sha256
 
     spec, _ = describe(source.folder, verify=not machine.no_verify)
-    context = min(work.context or spec.max_positions, spec.max_positions)
+    context = min(work.named_context or spec.max_positions, spec.max_positions)
     if plan is not None:
         context = min(context, plan.context)
     names = tuple(dict.fromkeys(map(_utf8, (name, model) if name else (model, Path(model).name))))

@@ -91,7 +91,7 @@ def bench(
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if family is not None:
-            from penstock.planner.solve.families import FAMILIES
+            from penstock.planner.families import FAMILIES
 
             if family not in FAMILIES or plan is not None:
                 raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
@@ -113,7 +113,7 @@ def bench(
 
 def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
     """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
-    context = work.context or _CONTEXT
+    context = work.named_context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
     except ValueError:

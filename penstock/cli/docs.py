@@ -60,6 +60,8 @@ def _command(name: str, command: Any) -> str:
 def _table(params: Iterable[Any]) -> str:
     rows = ["| | |", "|---|---|"]
     for p in params:
+        if getattr(p, "hidden", False):
+            continue
         name = _argument(p) if p.param_type_name == "argument" else _flag(p)
         shown = f"; default {p.default}" if isinstance(p.default, str | int) and p.default not in (False, "") else ""
         text = (p.help or "").rstrip(".") + shown + "."

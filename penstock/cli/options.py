@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.spec.plan import Plan
 
 DEFAULT_MAX_TOKENS = 128
+GROWING = -1  # of --context: as many tokens as cost no speed
 
 MODEL_HELP = (
     "A packed model, a model's folder, a GGUF file, org/name[:revision][/file.gguf] or org/name:Q4_K_M on the Hub,"
@@ -139,8 +140,20 @@ class Work:
     output_tokens: int | None = flag(
         "--output-tokens", "N", "Expected answer length; default 64 or --max-tokens.", min=1
     )
-    context: int | None = flag("--context", "N", "KV room in tokens; default the model's maximum, at most 4096.", min=1)
+    context: int | None = flag(
+        "--context",
+        "N",
+        "KV room in tokens; default the model's maximum, at most 4096. -1 is as many as cost no speed.",
+        min=GROWING,
+    )
     objective: str = flag("--objective", "NAME", "latency or throughput.", "latency")
+
+    @property
+    def named_context(self) -> int | None:
+        """The tokens of --context; None where it is not given, or grows. Raises BadRequest for 0."""
+        if self.context == 0:
+            raise BadRequest("'--context' 0: it should be 1 or more, or -1 for as many tokens as cost no speed")
+        return None if self.context == GROWING else self.context
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
         """The request that these flags and `machine`'s make. `prompt_tokens`, `output_tokens`: count where no flag
@@ -149,7 +162,8 @@ class Work:
             prompt_tokens=self.prompt_tokens or prompt_tokens,
             output_tokens=self.output_tokens or output_tokens,
             batch=self.batch,
-            context=self.context,
+            context=self.named_context,
+            grow_context=self.context == GROWING,
             objective=self.objective,
             host_memory_bytes=machine.host_memory_bytes,
             device_memory_bytes=_size(machine.device_memory, "--device-memory"),

@@ -133,6 +133,7 @@ class _How:
 
 def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: Callable[[str], None] | None) -> None:
     from penstock.planner import explain
+    from penstock.planner.room import cost_of_context, grown
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
     from penstock.serve.planning import describe, firing_of, routers_of
@@ -146,7 +147,16 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     routers = routers_of(path, spec, ask.sparsity) if how.answers is None else _replayed(how.answers, spec)
     firing = firing_of(path, spec, ask.sparsity)
     kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
-    solved = solve(ask, spec, fmt, figures, disks, **kinds, trace=routers, firing=firing, keep=True)
+
+    def solving(one: Ask) -> Solved:
+        return solve(one, spec, fmt, figures, disks, trace=routers, firing=firing, **kinds, keep=True)
+
+    context_told: str | None
+    if ask.grow_context:
+        ask, solved, context_told = grown(ask, spec, solving)
+    else:
+        solved = solving(ask)
+        context_told = cost_of_context(ask, spec, solved, solving)
     others = what_if(solved, ask, figures, routers, firing)
     points: tuple[Point, ...] = ()
     if how.compare and ask.objective == "throughput":
@@ -171,6 +181,8 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
         print_json(report | ({"frontier": frontier.to_json(points)} if points else {}))
         return
     print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
+    if context_told is not None:
+        print(fitted(context_told))
     if how.why and how.machine_file is None:  # others' figures are of data sheets, and no run has shifted them
         from penstock.serve import lately as rates
 

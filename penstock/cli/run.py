@@ -104,6 +104,8 @@ def run(
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
     if system is not None and raw:
         raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
+    if sampling.max_tokens == UNTIL_END and ask.grow_context:
+        raise BadRequest("--max-tokens -1 goes on until the context ends: --context has to name it")
     if chatting and work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
     from penstock.serve.planning import describe
@@ -123,7 +125,7 @@ def run(
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
             most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
-            context = plan.context if plan is not None else work.context or min(most, DEFAULT_CONTEXT)
+            context = plan.context if plan is not None else work.named_context or min(most, DEFAULT_CONTEXT)
             # The last token needs no room. A prompt that is too long is refused when the context is known for sure.
             sampling = replace(sampling, max_tokens=max(1, context - len(ids) + 1))
         params = sampling.params(tokenizer.generation_config, work)

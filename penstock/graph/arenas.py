@@ -19,14 +19,16 @@ there whichever executor computes. Sizes are in bytes.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property, lru_cache
 
 from penstock.graph import scratch
 from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
-from penstock.spec.model import Layer, Routed
-from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, predictor_part
-from penstock.spec.places import HOST, Executor, executor_of, is_disk, tier_of
+from penstock.spec.format import Format
+from penstock.spec.model import Layer, ModelSpec, Routed
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, parts_by_key, predictor_part
+from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
 
@@ -47,11 +49,11 @@ class Layout:
         self._cached = {f"{cache.layer}.experts" for cache in plan.caches}
         self.executors = self._executors()
         self.delegated = self._delegated()
-        self.weights = self._place_weights()
+        self._fill_weights()
         self.predictors = {
             p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes, PAGE_BYTES) for p in plan.predictors
         }
-        self._norms = self._place_norms()
+        self._norm_copies = self._place_norm_copies()
         # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
         self.kept, self.asked = self._place_asked()
         # By its number, slots for records that the unit was asked for often.
@@ -115,16 +117,15 @@ class Layout:
     def norms(self, layer: int, executor: Executor) -> Slot:
         """The slot of a layer's norms where an executor reads them. The executor of attention needs them too, since qkv
         norms q and k."""
-        return self._norms[executor, layer]
+        copy = self._norm_copies.get((executor, layer))
+        return self.weights[self._last_unit[f"{layer}.norms"]] if copy is None else copy
 
     @property
     def copied_norms(self) -> dict[str, list[Slot]]:
         """Part → slots that hold a copy of it, besides the slot at its home."""
-        main = self.plan.main
         copies: dict[str, list[Slot]] = {}
-        for (executor, layer), slot in self._norms.items():
-            if executor != main:
-                copies.setdefault(f"{layer}.norms", []).append(slot)
+        for (_, layer), slot in self._norm_copies.items():
+            copies.setdefault(f"{layer}.norms", []).append(slot)
         return copies
 
     def cache_slot(self, layer: int, executor: Executor, number: int) -> Slot:
@@ -167,9 +168,17 @@ class Layout:
         self._fill[arena] = lo + nbytes
         return Slot(arena, lo, lo + nbytes)
 
-    def _place_weights(self) -> dict[int, Slot]:
+    def _fill_weights(self) -> None:
+        """Takes the bytes of `weights`, without its slots: whoever only asks for sizes needs none."""
+        sizes = _granule_bytes(self.plan.target.spec, self.plan.target.weights)
+        ends: dict[Tier, int] = dict.fromkeys([unit.home for unit in self.plan.units], 0)
+        for unit in self.plan.units:
+            ends[unit.home] += (unit.hi - unit.lo) * sizes[unit.part]
+        self._fill |= {f"{home}.weights": end for home, end in ends.items() if not is_disk(home)}
+
+    @cached_property
+    def weights(self) -> dict[int, Slot]:
         """Unit index → slot, for units whose home is a memory tier."""
-        granule_bytes = {key: part.granule_bytes for key, part in self.parts.items()}
         homes = dict.fromkeys(unit.home for unit in self.plan.units)
         arenas = {home: f"{home}.weights" for home in homes if not is_disk(home)}
         ends, slots = dict.fromkeys(arenas, 0), dict[int, Slot]()
@@ -177,9 +186,8 @@ class Layout:
             home = unit.home
             if home in arenas:
                 lo = ends[home]  # granules are whole pages, so units need no alignment between them
-                ends[home] = hi = lo + (unit.hi - unit.lo) * granule_bytes[unit.part]
+                ends[home] = hi = lo + (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
                 slots[i] = Slot(arenas[home], lo, hi)
-        self._fill |= {arenas[home]: end for home, end in ends.items()}
         return slots
 
     def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot]]:
@@ -194,17 +202,14 @@ class Layout:
             self._take(f"{HOST}.asked", max(ends.values()), PAGE_BYTES)
         return kept, asked
 
-    def _place_norms(self) -> dict[tuple[Executor, int], Slot]:
-        """(executor, layer) → slot of its norms. They are at home with the activations. An executor of attention
-        elsewhere has a copy, unless it computes the scores alone and there are no sinks among them."""
+    def _place_norm_copies(self) -> dict[tuple[Executor, int], Slot]:
+        """(executor, layer) → slot of a copy of its norms, which are at home with the activations. An executor of
+        attention elsewhere has one, unless it computes the scores alone and there are no sinks among them."""
         slots, layers = {}, self.plan.target.spec.layers
         for home in self.plan.kv:
-            for layer in range(*home.layers):
-                key = f"{layer}.norms"
-                slots[self.plan.main, layer] = self.weights[self._last_unit[key]]
-                reads = layer not in self.delegated or layers[layer].attention.sinks
-                if home.attend != self.plan.main and reads:
-                    nbytes = self.parts[key].granule_bytes
+            for layer in range(*home.layers) if home.attend != self.plan.main else ():
+                if layer not in self.delegated or layers[layer].attention.sinks:
+                    nbytes = self.parts[f"{layer}.norms"].granule_bytes
                     slots[home.attend, layer] = self._take(f"{home.attend}.weights", nbytes, PAGE_BYTES)
         return slots
 
@@ -262,6 +267,12 @@ class Layout:
         if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+@lru_cache(maxsize=64)
+def _granule_bytes(model: ModelSpec, weights: Format) -> dict[str, int]:
+    """Part key → bytes of a granule. Whoever adds up thousands of units asks no part for it."""
+    return {part.key: part.granule_bytes for part in parts_by_key(model, weights).values()}
 
 
 def with_arenas(plan: Plan) -> Plan:

@@ -77,9 +77,21 @@ class Calls:
         owner = batch.id if of is None else of
         from_slot = self.layout.act(source, owner, name, nbytes)
         to_slot = self.layout.act(target, owner, lands or name, nbytes)
-        device = target if source == HOST else source
-        self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (nbytes, 0))
+        self._copied(batch, name, from_slot, to_slot, source, target)
         return to_slot
+
+    def copy_rows(
+        self, batch: Batch, name: str, source: Executor, target: Executor, lands: str | None = None, lo: int = 0
+    ) -> None:  # fmt: skip
+        """`copy` of rows of a buffer float32 [T, D], from row `lo` on, as many as `batch` has."""
+        slots = self.rows(source, batch, name, lo), self.rows(target, batch, lands or name, lo)
+        self._copied(batch, name, *slots, source, target)
+
+    def _copied(
+        self, batch: Batch, name: str, from_slot: Slot, to_slot: Slot, source: Executor, target: Executor
+    ) -> None:  # fmt: skip
+        device = target if source == HOST else source
+        self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (from_slot.nbytes, 0))
 
     def order(self, executor: Executor, batch: Batch, layer: int, which: str, rows: Slot) -> None:
         """Brings the columns of `rows`, float32 [T, C], into an order of a layer's matrices, where these have one."""
@@ -102,9 +114,12 @@ class Calls:
             self._matrix_costs[u, blocks] = cost_of_row
         return cost_of_row[0], cost_of_row[1] * rows
 
-    def rows(self, executor: Executor, batch: Batch, name: str) -> Slot:
-        """The slot of a buffer float32 [T, D] of a batch."""
-        return self.layout.act(executor, batch.id, name, 4 * batch.total_rows * self.plan.target.spec.d_model)
+    def rows(self, executor: Executor, batch: Batch, name: str, lo: int = 0) -> Slot:
+        """The slot of a buffer float32 [T, D] of a batch. `lo`: the first of its rows, of those that the buffer has
+        room for."""
+        row_bytes = 4 * self.plan.target.spec.d_model
+        slot = self.layout.act(executor, batch.id, name, (lo + batch.total_rows) * row_bytes)
+        return Slot(slot.arena, slot.lo + lo * row_bytes, slot.hi) if lo else slot
 
     def active(self, layer: int, executor: Executor, batch: Batch) -> Slot:
         """The slot of a batch's `active`, uint8 [T, N]: which neurons of the layer's FFN each row needs. N is in whole

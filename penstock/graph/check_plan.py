@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import product
+from itertools import pairwise, product
 
 from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
@@ -79,6 +79,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_caches(plan, by_key)
     _check_kv(plan, main)
     _check_main(plan.units, by_key, main)
+    _check_device_rows(plan, by_key, main)
     _check_rings(plan, by_key)
     layout = Layout(plan)
     _check_pages(layout)
@@ -271,6 +272,27 @@ def _check_kv(plan: Plan, main: Executor) -> None:
             delegated = home.attend == HOST and is_device(main) and projecting[layer] == {main}
             if projecting[layer] != {home.attend} and not delegated:
                 raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
+
+
+def _check_device_rows(plan: Plan, by_key: dict[str, Part], main: Executor) -> None:
+    """The CPU takes rows of prompts only from a device that computes all of the layer's FFN for the other rows, with
+    units in RAM that the CPU computes in decode."""
+    layers = [table.layer for table in plan.device_rows]
+    if layers != sorted(set(layers)) or (layers and (not is_device(main) or plan.asks or plan.predictors)):
+        raise _wrong(f"rows of prompts are shared in the layers {layers}; that needs a device, and no caches")
+    for table in plan.device_rows:
+        rows, most = table.rows, _BOUNDS["chunk_rows"][1]
+        rising = all(a < b for a, b in pairwise((0, *rows, most + 1)))
+        fewer = len(rows) == len(table.cpu) and all(0 <= n < t for n, t in zip(table.cpu, rows, strict=True))
+        if not rows or not rising or not fewer:
+            raise _wrong(f"layer {table.layer} shares rows {rows}, of which the CPU would take {table.cpu}")
+        units = [unit for unit in plan.units if unit.part == f"{table.layer}.ffn"]
+        shared = [unit for unit in units if unit.decode == HOST]
+        if not shared or any(u.prefill != main for u in units) or any(u.home != HOST for u in shared):
+            raise _wrong(
+                f"layer {table.layer} shares rows of prompts; {main} should compute all of its FFN then, and the CPU"
+                " some of it in decode, from RAM"
+            )
 
 
 def _check_pages(layout: Layout) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from penstock.graph import ops
 from penstock.graph.asked import AskedUnits
+from penstock.graph.assigned import Piece
 from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.scratch_gpu import FEW_ROWS
@@ -48,13 +49,15 @@ class FfnCalls:
                 calls.copy(batch, "active", active.nbytes, home, executor)
 
     def unit(
-        self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool, purpose: str
-    ) -> None:
-        """Computes a unit. `weights`: where it lies; `first`: its sums are the first of the batch's in this layer."""
+        self, layer: int, u: int, executor: Executor, weights: Slot, piece: Piece, first: bool
+    ) -> None:  # fmt: skip
+        """Computes a unit for a piece of a batch. `weights`: where it lies; `first`: its sums are the first of the
+        piece's in this layer."""
+        batch, lo, purpose = piece
         calls = self._calls
         unit = self._plan.units[u]
         part = self._layout.parts[unit.part]
-        h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
+        h, partial, pending = (calls.rows(executor, batch, name, lo) for name in ("h", "partial", "pending"))
         cost = calls.matrix_cost(u, ops.FFN_BLOCKS, batch.total_rows)
         active: tuple[Slot, ...] = ()
         skips = self._plan.sparsity != "off" and part.kind == "ffn"
@@ -76,7 +79,7 @@ class FfnCalls:
         if layer in self._predictors and self.predicts(purpose):
             active = (calls.active(layer, executor, batch),)
         ffn = ops.Ffn(
-            weights, h, partial, calls.rows(executor, batch, "pending"), calls.scratch(executor), layer,
+            weights, h, partial, pending, calls.scratch(executor), layer,
             starts_sum=first, continues_four=self._cuts_a_four(u, u - 1, purpose),
             leaves_four=self._cuts_a_four(u, u + 1, purpose), skips=skips, active=active,
             values=values, row_flops=row_flops,

@@ -217,12 +217,16 @@ class KvLayout:
         return group
 
     def _place_pools(self) -> dict[tuple[int, int], tuple[Slot, Slot]]:
-        pools = {}
+        pools, layers = {}, self.plan.target.spec.layers
         for home in self.plan.kv:
             pages = self.plan.kv_pages or (home.seqs[1] - home.seqs[0]) * self.pages_per_seq
+            arena, align = f"{home.home}.kv", PAGE_BYTES if is_disk(home.home) else SLOT_ALIGN
+            nbytes_of: dict[int, int] = {}  # most layers share their attention with others
             for layer in range(*home.layers):
-                nbytes = pages * self.page_bytes(layer, home)
-                arena, align = f"{home.home}.kv", PAGE_BYTES if is_disk(home.home) else SLOT_ALIGN
+                kind = id(layers[layer].attention)
+                if kind not in nbytes_of:
+                    nbytes_of[kind] = pages * self.page_bytes(layer, home)
+                nbytes = nbytes_of[kind]
                 pools[layer, home.seqs[0]] = (self._take(arena, nbytes, align), self._take(arena, nbytes, align))
         return pools
 

@@ -30,14 +30,16 @@ from penstock.errors import InternalError
 from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.asked import AskedUnits
+from penstock.graph.assigned import AssignedRows, Piece
 from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
-from penstock.graph.cache import ExpertCache
+from penstock.graph.cache import ExpertCache, NewCache
 from penstock.graph.calls import Calls
 from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.ffn import FfnCalls
+from penstock.graph.open_passes import OpenPass, OpenPasses
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
@@ -47,24 +49,27 @@ from penstock.spec.plan import Plan
 
 
 class Lowering:
-    """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room."""
+    """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room. `new_cache`:
+    makes the plan's caches, which are `caches`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, new_cache: NewCache = ExpertCache) -> None:
         self.plan = plan
         self.layout = Layout(plan)
         self.parts = self.layout.parts
         self._head = head_units(plan)
         self._emit = Emitter(likens=plan.asks)
-        caches = {(c.layer, c.executor): ExpertCache(c.slots, c.policy) for c in plan.caches}
-        self._streams = Streams(self.layout, self._emit, caches)
+        self.caches = {(c.layer, c.executor): new_cache(c.slots, c.policy) for c in plan.caches}
+        self._streams = Streams(self.layout, self._emit, self.caches)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
         self._asked = AskedUnits(self._calls)
         self._ffns = FfnCalls(self._calls, self._asked)
-        self._demand = Demand(self._experts, self._calls, caches)
+        self._assigned = AssignedRows(plan)
+        self._demand = Demand(self._experts, self._calls, self.caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
         self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
+        self._open_passes = OpenPasses(plan)
 
     @property
     def held(self) -> tuple[object, ...] | None:
@@ -88,7 +93,16 @@ class Lowering:
         if repeated is not None:
             yield from repeated
         else:
-            yield from self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
+            tasks = self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
+            yield from self._open_passes.keep(p, tasks) if self._opens(p) else tasks
+
+    def open_pass(self, p: Pass) -> OpenPass | None:
+        """What a pass is but for routers' answers; None where that is not known, or no pass of one piece. Whoever runs
+        it in place of the tasks has `caches` decide, and leaves no load under way."""
+        return self._open_passes.find(p) if self._opens(p) else None
+
+    def _opens(self, p: Pass) -> bool:
+        return self._open_passes.may_be(p) and self._stretches.apply(p)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
@@ -182,7 +196,18 @@ class Lowering:
 
     def _executors(self, p: Pass, layer: int, kind: str) -> list[Executor]:
         """Who computes the units of a block, the host last."""
-        return list(self._calls.shares(layer, kind, p.purpose, self._asking(p, layer, kind)))
+        executors = list(self._calls.shares(layer, kind, p.purpose, self._asking(p, layer, kind)))
+        if HOST not in executors and self._assigned.shared(p, layer, kind):
+            executors.append(HOST)
+        return executors
+
+    def _pieces(self, p: Pass, layer: int, kind: str, batch: Batch, executor: Executor) -> list[Piece]:
+        """The pieces of a batch of which an executor computes units."""
+        return [
+            piece
+            for piece in self._assigned.pieces(p, layer, kind, batch)
+            if executor in self._calls.shares(layer, kind, piece.purpose, self._asking(p, layer, kind))
+        ]
 
     def _asking(self, p: Pass, layer: int, kind: str) -> Executor | None:
         """The executor of the experts that the router of a block is asked for, if any."""
@@ -205,9 +230,10 @@ class Lowering:
         if kind == "attn" and self.plan.target.spec.layers[layer].parallel_norms == 2:
             for batch in p.batches:  # of x as it still is
                 self._norm(batch, f"{layer}.norms", "ffn_in", layer, range(batch.total_rows))
-        executors = self._executors(p, layer, kind)
         for batch in p.batches:
-            self._merge(batch, layer, kind, executors)
+            for piece in self._assigned.pieces(p, layer, kind, batch):
+                executors = self._calls.shares(layer, kind, piece.purpose, self._asking(p, layer, kind))
+                self._merge(piece, layer, kind, list(executors))
         if kind == "attn" and self.plan.order != "flexgen":
             self._attention.save_kv(p, layer)
         self._sync()
@@ -217,15 +243,15 @@ class Lowering:
         """The block's norm on the main executor, and copies of its output for the other executors. An FFN beside
         attention has its norm by then. Then the router, or the predictor."""
         executors = self._executors(p, layer, kind)
-        main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
+        main = self.plan.main
         beside = kind == "ffn" and self.plan.target.spec.layers[layer].parallel_norms > 0
         for batch in p.batches:
             if not beside:
                 self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
             self._calls.order(main, batch, layer, kind, self._calls.rows(main, batch, "h"))
             for executor in executors:
-                if executor != main:
-                    self._calls.copy(batch, "h", batch.total_rows * row_bytes, main, executor)
+                for piece in self._pieces(p, layer, kind, batch, executor) if executor != main else ():
+                    self._calls.copy_rows(piece.batch, "h", main, executor, lo=piece.lo)
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
                 self._experts.route(layer, batch, executors)
             elif kind == "ffn" and self._ffns.predicts(p.purpose):
@@ -241,45 +267,60 @@ class Lowering:
         asking = self._asking(p, layer, kind)
         if executor == asking == HOST:  # the disk loads experts while the CPU computes the shared one
             yield from self._demand.ask(p, layer, answer)
-        units = self._calls.shares(layer, kind, p.purpose, asking)[executor]
+        units = self._calls.shares(layer, kind, p.purpose, asking).get(executor)
+        if units is None:  # of rows that others leave to it, in RAM
+            units = self._calls.shares(layer, kind, "mixed", asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         asked = self._asked.among(p, units) if kind == "ffn" else []
         if asked:  # the disk reads what fires while the CPU computes the layer's other units
             yield from self._asked.ask(p, layer, asked, answer)
-        started: set[int] = set()
+        started: set[int] = set()  # ids of batches whose sums are begun
+        begun: set[tuple[int, int]] = set()  # the same of pieces of batches
         for i, u in enumerate(units):
             if kinds[i] == "experts":
                 yield from self._experts.unit(p, layer, u, executor, started)
                 continue
-            weights = self.layout.asked[u] if u in asked else self._streams.take(u, p.stream)
+            weights = self.layout.asked[u] if u in asked else self._weights(p, u, executor)
             if u in asked:
                 self._asked.recall(u)
             for batch in p.batches:
-                first = batch.id not in started
                 started.add(batch.id)
-                if kind == "attn":
-                    self._attention.unit(layer, u, executor, weights, batch, first)
-                else:
-                    self._ffns.unit(layer, u, executor, weights, batch, first, p.purpose)
+                for piece in self._assigned.pieces(p, layer, kind, batch):
+                    if self.plan.units[u].executor(piece.purpose) != executor:
+                        continue
+                    first = (batch.id, piece.lo) not in begun
+                    begun.add((batch.id, piece.lo))
+                    if kind == "attn":
+                        self._attention.unit(layer, u, executor, weights, batch, first)
+                    else:
+                        self._ffns.unit(layer, u, executor, weights, piece, first)
                 if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:
                     self._experts.shared_done(layer, executor, batch)
-            self._streams.release(u, p.stream)
+            if self.plan.units[u].executor(p.purpose) == executor:
+                self._streams.release(u, p.stream)
             yield from self._emit.closed()
         if executor == asking:
             if executor != HOST:  # a device computes the shared expert while the CPU computes the router
                 self._emit.close(kernels_of(executor))
                 yield from self._demand.ask(p, layer, answer)
             yield from self._demand.demanded(p, layer, started, combines)
-        main, row_bytes = self.plan.main, 4 * self.plan.target.spec.d_model
+        main = self.plan.main
         for batch in p.batches if executor != main else ():
-            self._calls.copy(batch, "partial", batch.total_rows * row_bytes, executor, main, f"partial.{executor}")
+            for piece in self._pieces(p, layer, kind, batch, executor):
+                self._calls.copy_rows(piece.batch, "partial", executor, main, f"partial.{executor}", piece.lo)
 
-    def _merge(self, batch: Batch, layer: int, kind: str, executors: list[Executor]) -> None:
-        calls = self._calls
+    def _weights(self, p: Pass, u: int, executor: Executor) -> Slot:
+        """Where a unit lies for an executor: where this pass streams it to, or for the CPU's rows at home in RAM."""
+        if self.plan.units[u].executor(p.purpose) != executor:
+            return self.layout.weights[u]
+        return self._streams.take(u, p.stream)
+
+    def _merge(self, piece: Piece, layer: int, kind: str, executors: list[Executor]) -> None:
+        calls, batch, lo = self._calls, piece.batch, piece.lo
         main = self.plan.main
         names = ["partial" if executor == main else f"partial.{executor}" for executor in executors]
-        partials = tuple([calls.rows(main, batch, name) for name in names])
-        x = calls.rows(main, batch, "x")
+        partials = tuple([calls.rows(main, batch, name, lo) for name in names])
+        x = calls.rows(main, batch, "x", lo)
         routed = self.plan.target.spec.layers[layer].routed
         biased = routed is not None and routed.expert.down_bias and kind == "ffn"
         routes = (self._experts.routes(layer, main, batch),) if biased else ()

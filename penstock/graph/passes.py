@@ -34,10 +34,16 @@ def prompts(
                 if i < len(chunks)
             ]
         )
-        few = max(batch.total_rows for batch in batches) <= plan.asking_rows
-        passes.append(Pass("prefill", batches, following, few))
+        most = max(batch.total_rows for batch in batches)
+        passes.append(Pass(purpose_of(plan, most), batches, following, most <= plan.asking_rows))
         following = passes[-1].stream
     yield from reversed(passes)
+
+
+def purpose_of(plan: Plan, rows: int) -> str:
+    """The purpose of a pass of prompts alone. `rows`: the most rows of one of its batches. Where they are too few for a
+    device to take any from the CPU, who decodes reads them."""
+    return "prefill" if rows >= plan.least_device_rows else MIXED
 
 
 def ended(batch: Batch) -> list[int]:

@@ -8,11 +8,12 @@ are multiplied straight from the packed weights and need next to no temporaries.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
-from penstock.spec.format import TILE_ROWS, tiles
+from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import Attention, ModelSpec
-from penstock.spec.parts import Block, Part
+from penstock.spec.parts import Block, Part, parts_by_key
 from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 
@@ -199,6 +200,13 @@ def head_bytes(part: Part, granules: int) -> int:
     return spread_bytes(granules, (part.block("rows"),))
 
 
+@lru_cache(maxsize=64)  # a planner asks for thousands of plans of a model
+def _kinds(spec: ModelSpec, weights: Format) -> dict[str, tuple[str, int, int]]:
+    """Part key → what is equal for all parts whose units of a size need as much scratch."""
+    parts = parts_by_key(spec, weights).items()
+    return {key: (part.kind, id(spec.layers[part.layer]), part.granule_bytes) for key, part in parts}
+
+
 def predict_bytes(part: Part, rows: int) -> int:
     """Bytes of a predictor's hidden values and scores of PREDICTED_ROWS rows, and of its products."""
     blocks = tuple(part.block(name) for name in ("hidden", "neurons"))
@@ -214,7 +222,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     edges = parts["edges"]
     need = max(embed_bytes(edges, spec, rows), norm_bytes(edges, spec, rows), merge_bytes(spec, rows))
     # A large model has thousands of units, of few sizes and kinds of layer.
-    like = {key: (part.kind, id(spec.layers[part.layer]), part.granule_bytes) for key, part in parts.items()}
+    like = _kinds(spec, plan.target.weights)
     cached = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor == tier}
     sizes = {
         (like[u.part], u.hi - u.lo): u.part

@@ -148,7 +148,7 @@ def _check_slots(
     ordered: int,
 ) -> None:
     tokens = {slot for call in task.calls if (slot := _tokens_of(call)) is not None}
-    slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in task.writes]
+    slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if not _holds(task.writes, s)]
     for slot, write in slots:
         if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):
             raise InternalError(f"task {task.id} touches {slot}, outside the arena of {sizes.get(slot.arena, 0)} bytes")
@@ -164,6 +164,11 @@ def _check_slots(
             raise InternalError(f"task {task.id} is asked for by {slot}, but does not come after its writer")
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
+
+
+def _holds(slots: Iterable[Slot], slot: Slot) -> bool:
+    """Whether one of some slots has all bytes of another."""
+    return any(each.arena == slot.arena and each.lo <= slot.lo and slot.hi <= each.hi for each in slots)
 
 
 def _tokens_of(call: Call) -> Slot | None:

@@ -20,15 +20,16 @@ taken.
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import exp, log
 
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import GRANULE_ROWS
+from penstock.spec.parts import GRANULE_ROWS, Part
 
 HOT_SHARE = 0.8  # hot neurons make this share of all activations
 _RELU = ("relu", "relu2")
@@ -90,6 +91,11 @@ class NeuronProfile:
         """The share of the neurons in granules lo..hi that a batch of tokens needs. Tokens are taken to be independent:
         a neuron is needed with probability 1 - (1 - f)^batch."""
         return sum(1 - (1 - f) ** batch for f in self.layers[layer][lo:hi]) / (hi - lo)
+
+    def shuffled(self) -> NeuronProfile:
+        """The same neurons in no order."""
+        draw = random.Random(0)
+        return replace(self, layers=tuple(tuple(draw.sample(layer, len(layer))) for layer in self.layers))
 
 
 def fit(active: float, hot: float) -> Curve:
@@ -183,3 +189,15 @@ def predictor_rank(d_model: int, active: float) -> int:
     (x0, y0), (x1, y1) = _RANKS
     share = y0 + (active - x0) * (y1 - y0) / (x1 - x0)
     return max(1, round(share * d_model / _RANK_STEP)) * _RANK_STEP
+
+
+def measured(ffns: Sequence[Part], fires: Sequence[bytes], source: str) -> NeuronProfile:
+    """The profile of a model whose neurons' rates are known. `ffns`: its parts; `fires`: of each layer float32 [N], the
+    rate of each neuron in packed order."""
+
+    def shares(part: Part) -> tuple[float, ...]:
+        rates = memoryview(fires[part.layer]).cast("f")
+        each = (rates[i : i + part.granule_rows] for i in range(0, len(rates), part.granule_rows))
+        return tuple(sum(some) / len(some) for some in each)
+
+    return NeuronProfile(tuple(map(shares, ffns)), source)

@@ -126,6 +126,8 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
     there = {f"{cache.layer}.experts" for cache in plan.caches if cache.executor != HOST}
     if p.purpose == "prefill" and part.layer < 0:
         return  # the head, which is computed for the last row of a prompt only
+    if p.purpose == "prefill" and plan.device_rows and unit.decode != unit.prefill:
+        return  # its rows may be shared, or all the CPU's
     lane = kernels_of(executor)
     nbytes, active = plan.unit_bytes(unit), unit.active if p.purpose == "decode" else 1.0
     routed = plan.target.spec.layers[part.layer].routed

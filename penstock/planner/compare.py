@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.planner.candidate import Candidate, Compared
 from penstock.planner.explain import lane_name, rate, tier_name
 from penstock.planner.homes import weights_bytes
 from penstock.planner.solve import Solved
-from penstock.planner.solve.candidate import Candidate, Compared
 from penstock.spec.places import Tier, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.planner.bound import sequences
+from penstock.planner.candidate import Compared
 from penstock.planner.explain import limits, rate
 from penstock.planner.shorten import streamed
 from penstock.planner.solve import Solved
-from penstock.planner.solve.candidate import Compared
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Tier

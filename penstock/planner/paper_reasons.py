@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from penstock.graph.arenas import Layout
+from penstock.planner.activity import NeuronProfile
+from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.programs import policy as lp
 from penstock.planner.programs.pipo_memory import PIPELINES, Configuration, MachineLimits, Sizes, equation_1, peak_bytes
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
@@ -40,9 +44,21 @@ def in_pipeline(plan: Plan, choice: Configuration) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def in_blocks(plan: Plan, asked: int, placed: Collection[str], kv_bytes: int) -> tuple[str, str]:
-    """Two sentences about a plan of FlexGen's: how many blocks there are, and which shares of their bytes are where.
-    `asked`: sequences; `placed`: the keys of the parts that the policy places; `kv_bytes`: of a block."""
+_LANE = {
+    lp.READ: "bound by reading the disk",
+    lp.WRITE: "bound by writing to the disk",
+    lp.TO_DEVICE: "bound by the link to the device",
+    lp.TO_HOST: "bound by the link to RAM",
+    lp.COMPUTE: "bound by computing",
+}
+
+
+def in_blocks(
+    plan: Plan, asked: int, placed: Collection[str], kv_bytes: int, solution: lp.Solution
+) -> tuple[str, ...]:  # fmt: skip
+    """Sentences about a plan of FlexGen's: how many blocks there are, which shares of their bytes are where, and what
+    the program says. `asked`: sequences; `placed`: the keys of the parts that the policy places; `kv_bytes`: of a
+    block."""
     parts, layers = plan.parts, len(plan.target.spec.layers)
     nbytes = {unit: plan.unit_bytes(unit) for unit in plan.units if unit.part in placed}
     tiers = (plan.main, HOST, DISK.tier) if plan.main != HOST else (HOST, DISK.tier)
@@ -59,4 +75,81 @@ def in_blocks(plan: Plan, asked: int, placed: Collection[str], kv_bytes: int) ->
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"
         f" {plan.batch_seqs}: what streams crosses once a block and token",
         f"{where} of {format_bytes(placed_bytes)} and {format_bytes(kv_bytes)}",
+        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
+        f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
     )
+
+
+def in_slices(
+    plan: Plan, r_gg: Sequence[float], r_cg: Sequence[float], layer_s: float, alone_s: float, n_g: tuple[int, int],
+    prompts: bool, lifts: str,
+) -> tuple[str, ...]:  # fmt: skip
+    """Sentences about a plan of ScheInfer's.
+
+    r_gg, r_cg      of each layer
+    layer_s, alone_s  seconds of the first layer, and what they would be without the link
+    n_g             (how many tokens of a chunk the device had best compute with the CPU's weights, of how many)
+    prompts         whether the device computes them all so, or none
+    lifts           why units that are lifted have their size
+    """
+    layers, homes = len(r_gg), weights_bytes(plan)
+    gg, cg = sum(r_gg) / layers, sum(r_cg) / layers
+    lifted = any(
+        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
+    )
+    return (
+        f"{format_bytes(homes[GPU.executor])} of {format_bytes(sum(homes.values()))} of weights stay in device memory,"
+        f" by what a byte saves there: attention and KV of {kv_layers(plan, GPU.executor)} of {layers} layers,"
+        f" {gg:.0%} of the FFNs (r_GG)",
+        f"of the FFNs the link lifts {cg:.0%} (r_CG) and the CPU computes {1 - gg - cg:.0%} (r_CC): the first layer"
+        f" takes {layer_s * 1e3:.2f} ms, without the link {alone_s * 1e3:.2f}",
+        f"of a chunk of {n_g[1]} tokens the device had best take {n_g[0]} with the CPU's weights (n_g);"
+        f" {_rows_taken(plan, prompts)}",
+        *([lifts] if lifted else []),
+    )
+
+
+def _rows_taken(plan: Plan, prompts: bool) -> str:
+    """What the device takes of a chunk with the CPU's weights."""
+    if not plan.device_rows:
+        return f"it takes {'all' if prompts else 'none'}"
+    table = plan.device_rows[len(plan.device_rows) // 2]
+    shares = ", ".join(f"{rows - cpu} of {rows}" for rows, cpu in zip(table.rows, table.cpu, strict=True))
+    takes = shares if any(table.cpu) else "all"
+    return f"it takes {takes}, and none of prompts shorter than {plan.least_device_rows} tokens"
+
+
+def hot_and_cold(plan: Plan, profile: NeuronProfile, why: str, prompts: bool) -> tuple[str, ...]:
+    """Sentences about a plan of PowerInfer's. `why`: who chose the neurons of device memory; `prompts`: the device
+    computes the CPU's neurons too where a prompt is read."""
+    sizes, layout = plan.parts, Layout(plan)
+    ffns = [unit for unit in plan.units if sizes[unit.part].kind == "ffn"]
+    whole = sum(map(plan.unit_bytes, ffns))
+    hot = sum(plan.unit_bytes(unit) for unit in ffns if unit.home == GPU.executor)
+    predictors = {GPU.executor: 0, HOST: 0}
+    for predictor in plan.predictors:
+        predictors[predictor.home] += layout.predictor_part(predictor).nbytes
+    attention, layers = kv_layers(plan, GPU.executor), len(profile.layers)
+    where = f"predictors take {format_bytes(predictors[GPU.executor])} of device memory"
+    if predictors[HOST]:
+        where += f" and {format_bytes(predictors[HOST])} of RAM"
+    return (
+        f"a token is expected to need {profile.mean:.0%} of the FFNs' neurons: {profile.source}",
+        f"the hottest {format_bytes(hot)} of {format_bytes(whole)} of FFNs stay in device memory and make "
+        f"{_device_share(plan, profile):.0%} of the active neurons; the CPU computes what is active of the others",
+        why,
+        where,
+        f"attention and KV of {attention} of {layers} layers on the device, of the others on the CPU",
+        "a prompt is read densely, the CPU's neurons by the device" if prompts else "a prompt is read densely",
+    )
+
+
+def _device_share(plan: Plan, profile: NeuronProfile) -> float:
+    """Of the neurons that a token needs, the share that the device computes."""
+    there, whole, sizes = 0.0, 0.0, plan.parts
+    for unit in plan.units:
+        part = sizes[unit.part]
+        for i in range(unit.lo, unit.hi) if part.kind == "ffn" else ():
+            active = profile.layers[part.layer][i] * part.rows_of(i, i + 1)
+            there, whole = there + active * (unit.decode == GPU.executor), whole + active
+    return there / whole

@@ -24,22 +24,22 @@ def without_device(plan: Plan, ask: Ask) -> tuple[str, ...]:
     if DISK.tier not in homes:
         return (f"all {format_bytes(total_bytes)} of weights stay in memory", kv)
     if plan.caches:
-        found, read = [caches(plan)], "all experts"
+        told, read = [caches(plan)], "all experts"
         if guesses := max(cache.guesses for cache in plan.caches):
-            found.append(
+            told.append(
                 f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing:"
                 " that gains time by what routers said"
             )
     elif any(unit.asked for unit in plan.units):
-        found, read = [asked(plan)], "all neurons"
+        told, read = [asked(plan)], "all neurons"
     else:
         ring, read = plan.ring_bytes.get(HOST, 0), "what streams"
-        found = [
+        told = [
             f"{format_bytes(homes.get(HOST, 0))} of {format_bytes(total_bytes)} of weights stay in memory, spread"
             " evenly over the layers; the rest streams from disk",
             f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
         ]
-    return *found, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
+    return *told, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
 
 
 def caches(plan: Plan) -> str:
@@ -102,17 +102,19 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     total = format_bytes(sum(homes.values()))
     where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
     where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
-    found = [", ".join(where)]
+    told = [", ".join(where)]
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
-        found.append(f"of what is not there, each token: {' and '.join(shares)}")
+        told.append(f"of what is not there, each token: {' and '.join(shares)}")
         if computed["lifted"]:
-            found.append(lifts)
+            told.append(lifts)
         if prompts and computed["by the CPU"]:
-            found.append("where a prompt is read, the device computes the CPU's share of FFNs too")
+            rows = plan.least_device_rows
+            of = f"a prompt of at least {rows} tokens" if rows > 1 else "a prompt"
+            told.append(f"where {of} is read, the device computes the CPU's share of FFNs too")
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
-    found.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
-    return tuple(found)
+    told.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
+    return tuple(told)
 
 
 def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: float) -> str:
@@ -127,26 +129,26 @@ def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: floa
 
 def with_experts(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     """The sentences of `beside_device`, and those about experts."""
-    parts, found = plan.parts, list[str]()
+    parts, told = plan.parts, list[str]()
     every = sum(part.kind == "experts" for part in parts.values())
     if layers := layers_there(plan):
-        found.append(f"experts of {layers} of {every} layers are among them, with their routers")
+        told.append(f"experts of {layers} of {every} layers are among them, with their routers")
     there = [cache for cache in plan.caches if cache.executor != HOST]
     if layers < every:
         which = "the other" if layers or there else "the"
-        found.append(f"the CPU computes {which} experts: {_where_experts(plan)}")
+        told.append(f"the CPU computes {which} experts: {_where_experts(plan)}")
     if there:
         slots, rows = [cache.slots for cache in there], there[0].lifted_rows
-        found.append(
+        told.append(
             f"caches in device memory for {min(slots)} of {parts[f'{there[0].layer}.experts'].experts} experts a"
             f" layer: the CPU computes what is missing for fewer than {rows} rows, and it is lifted for later tokens"
         )
     if len(there) < len(plan.caches):
-        found.append(f"beneath these in RAM {caches(plan)}" if there else caches(plan))
+        told.append(f"beneath these in RAM {caches(plan)}" if there else caches(plan))
     if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
-        found.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
+        told.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
     where, *others = beside_device(plan, lifts, prompts)
-    return where, *found, *others
+    return where, *told, *others
 
 
 def _where_experts(plan: Plan) -> str:

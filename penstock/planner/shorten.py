@@ -112,6 +112,7 @@ def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
         predictors=tuple(replace(p, layer=number[str(p.layer)]) for p in plan.predictors if str(p.layer) in number),
         caches=tuple(replace(c, layer=number[str(c.layer)]) for c in plan.caches if str(c.layer) in number),
         levels=tuple(level for i, level in enumerate(plan.levels) if str(i) in number),
+        device_rows=tuple(replace(t, layer=number[str(t.layer)]) for t in plan.device_rows if str(t.layer) in number),
     )
 
 

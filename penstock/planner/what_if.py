@@ -13,12 +13,12 @@ from types import ModuleType
 
 from penstock.errors import DoesNotFit
 from penstock.planner.bound import least_score_s, score_s
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.firing import Firing
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
-from penstock.planner.solve.candidate import WHOLE, Candidate
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask

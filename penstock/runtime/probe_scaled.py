@@ -1,8 +1,8 @@
 """Figures that were not measured here, from those of a machine with the same instruction set that was measured whole
 (`machines/profiles`): scaled by what was measured here.
 
-All kernels follow the FFN's. What waits for bytes follows an FFN of one row, what waits for arithmetic one of some
-rows. Reads and writes follow the disk's loads, and small reads each other.
+All kernels follow the FFN's. Kernels that are bound by bytes follow an FFN of one row, those bound by arithmetic one of
+some rows. Reads and writes follow the disk's loads, and small reads each other.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Decoding:
         """Counts a pass of the current repeat."""
         if p is None:
             return
-        if p.purpose == "prefill":
+        if p.purpose != "decode":  # of prompts alone: a bench has no passes with both
             self._now, self._start_s = Occupancy(), timeline.end_s
         else:
             self._now.add(timeline)

@@ -199,8 +199,8 @@ class Engine:
         return self._turns.stream(self._streamed(prompt_ids, params))
 
     def holds(self, prompt_ids: Sequence[int] | NDArray[np.int32]) -> int:
-        """How many of a prompt's first tokens need not go through the model in `stream`: their keys and values are left
-        from what was asked before."""
+        """How many of a prompt's first tokens need not go through the model in `stream`, because their keys and values
+        are left from an earlier prompt. `prompt_ids`: int32 [T]."""
         return common(np.asarray(prompt_ids, np.int32), self.session.held.of(0))
 
     def _streamed(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[str]:

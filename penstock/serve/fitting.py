@@ -61,7 +61,7 @@ class Fitted:
 
 
 def fit(heard: Heard, chosen: NDArray[np.intp], rank: int, seed: int) -> Fitted:
-    """Trains on the tokens `chosen`, in an order that `seed` gives."""
+    """Trains on the tokens with the numbers `chosen`, intp [n], in an order that `seed` gives."""
     rng, d, n = np.random.default_rng([seed, rank]), heard.h.shape[1], len(chosen)
     often = np.zeros(heard.neurons)
     size = 0.0
@@ -143,8 +143,8 @@ def rounded(found: Fitted, part: Part) -> Fitted:
 
 
 def with_recall(found: Fitted, heard: Heard, chosen: NDArray[np.intp], recall: float) -> Fitted:
-    """The predictor with its threshold moved so that of what fires in the tokens `chosen` the share `recall` is called
-    active."""
+    """The predictor with its threshold moved so that of what fires in the tokens with the numbers `chosen`, intp [n],
+    the share `recall` is called active."""
     above = []
     for lo in range(0, len(chosen), 4 * BATCH):
         h, fired = heard.rows(chosen[lo : lo + 4 * BATCH])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ def lately(machine: MachineSpec, seen: Iterable[Run], weights: str, sparsity: st
             if _tells(phase, run, value, weights):
                 of.setdefault(_group(phase.dominant.figure), []).append(phase)
         for group, phases in of.items():
-            mean = statistics.fmean(phase.figure_log_ratio for phase in phases)
+            mean = math.fsum(phase.figure_log_ratio for phase in phases) / len(phases)
             groups.setdefault(group, []).append(_Seen(mean, age_s, phases[-1].dominant.figure))
     most, found, now = MOST_TIMES_ROUGH if machine.rough else MOST_TIMES, list[Taken](), machine
     for (lane, fmt, term), each in groups.items():

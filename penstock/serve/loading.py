@@ -40,7 +40,7 @@ class Loading(Running):
     other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
     answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
     of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
-    make the plan of another system, one of `planner.solve.families.FAMILIES`. `verify`: every byte is compared with its
+    make the plan of another system, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
     checksum when it is read first. `tokenizer`: the model's, where it is open already.
     """
 
@@ -63,7 +63,7 @@ class Loading(Running):
 class Planned:
     """A plan and a device, before loading. `machine_file`: of the machine whose figures the prediction comes from; None
     where a machine was given. `lately`: its figures as measured, and as runs of the last days show them. `trace`: what
-    routers were taken to say."""
+    routers were taken to say. `context_told`: what the context costs, where the user named it or had it grow."""
 
     ask: Ask
     how: Loading
@@ -72,6 +72,7 @@ class Planned:
     machine_file: Path | None
     lately: Lately
     trace: RouterTrace | None
+    context_told: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -93,7 +94,12 @@ class Planned:
         return () if self.how.device == "auto" else (self.chosen.reason,)
 
     def notes(self, device: Device | None) -> tuple[str, ...]:
-        """Lines about the device for the user. `device`: as `open_device` returned it."""
+        """Lines for the user, about what the context costs and about the device. `device`: as `open_device` returned
+        it."""
+        told = () if self.context_told is None else (self.context_told,)
+        return (*told, *self._device_notes(device))
+
+    def _device_notes(self, device: Device | None) -> tuple[str, ...]:
         if device is not None:
             return tuple(line for line in (device.description, device.note) if line)
         if self.chosen.open is not None:
@@ -141,7 +147,7 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
         chosen = replace(chosen, machine=beside)
     sparsity = ask.sparsity if how.plan is None else how.plan.sparsity
-    shown = Lately(chosen.machine, chosen.machine)
+    shown, context_told = Lately(chosen.machine, chosen.machine), None
     if file is not None:
         shown = as_runs_show(file, chosen.machine, packed.weights.name, sparsity_of(sparsity, packed.spec))
         chosen = replace(chosen, machine=shown.machine)
@@ -150,16 +156,34 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         problem = Problem(settle_context(ask, packed.spec), packed.spec, packed.weights, chosen.machine, trace, firing)
         solved = _as_given(_of_family(how.family, problem), ask, packed, chosen, firing, trace)
     elif how.plan is None:
-        solved = solve(ask, packed.spec, packed.weights, chosen.machine, packed.part_disks, trace=trace, firing=firing)
+        ask, solved, context_told = _solved(ask, packed, chosen.machine, trace, firing)
     else:
         assert how.plan is not None
         solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
-    return Planned(ask, how, solved, chosen, file, shown, trace)
+    return Planned(ask, how, solved, chosen, file, shown, trace, context_told)
+
+
+def _solved(
+    ask: Ask, packed: Packed, machine: MachineSpec, trace: RouterTrace | None, firing: Firing | None
+) -> tuple[Ask, Solved, str | None]:
+    """The ask, with a context that has grown where that is wanted, its plan, and what the context costs."""
+
+    def solving(one: Ask) -> Solved:
+        return solve(one, packed.spec, packed.weights, machine, packed.part_disks, trace=trace, firing=firing)
+
+    if not ask.grow_context and ask.context is None:
+        return ask, solving(ask), None
+    from penstock.planner.room import cost_of_context, grown  # which most runs do not ask
+
+    if ask.grow_context:
+        return grown(ask, packed.spec, solving)
+    solved = solving(ask)
+    return ask, solved, cost_of_context(ask, packed.spec, solved, solving)
 
 
 def _of_family(family: str, problem: Problem) -> Plan:
     """Raises BadRequest where the family has no plan for this problem."""
-    from penstock.planner.solve.families import plan_of  # with solvers that most runs do not ask
+    from penstock.planner.families import plan_of  # with solvers that most runs do not ask
 
     plan = plan_of(family, problem)
     if plan is None:

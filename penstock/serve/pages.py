@@ -264,7 +264,7 @@ class Pages:
     def _part(self, before: bytes, ids: Ids, here: Sequence[int], wanted: int) -> _Part | None:
         """The page with the most of ids int32 [n] after `before` that leaves so many `wanted` pages, `here` and itself
         among them where nobody has them; None where nothing does. To go on in a page nobody has is as good as to copy
-        it. But it is lost to whoever wants what it holds, so that at least half of that is to be wanted."""
+        it. But then other requests cannot share what it holds, so at least half of that has to be wanted."""
         found = _Part([], False, 0)
         if not self._leaves(here, wanted - len(here)):
             return None

@@ -22,12 +22,12 @@ from penstock.spec.format import FLOAT32, Format, mixture, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import MIXED, parts
+from penstock.spec.predictors import Predictors
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import quoted, read_header
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
-from penstock.store.predictors import kept as kept_predictors
 from penstock.store.profile_file import kept
 
 
@@ -142,7 +142,7 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     if not (spec.fires and is_packed(model)):
         return None
     firing = by_profile(kept(model, spec))
-    found = kept_predictors(model, spec) if sparsity == "predict" else None
+    found = _predictors(model, spec, sparsity)
     if found is None:
         return firing
     return replace(firing or expected(spec), foretold=foretold(found, spec))
@@ -158,5 +158,15 @@ def routers_of(model: Path, spec: ModelSpec, sparsity: str) -> RouterTrace | Non
     if not spec.fires:
         return None if profile is None else recorded(profile, spec)
     known = None if profile is None else firing(profile, orders_of(model, read_manifest(model), spec))
-    found = kept_predictors(model, spec) if sparsity == "predict" else None
+    found = _predictors(model, spec, sparsity)
     return known if found is None else called(spec, found, known)
+
+
+def _predictors(model: Path, spec: ModelSpec, sparsity: str) -> Predictors | None:
+    """What is kept beside a packed model of its predictors, where a plan is to have some. With the native extension,
+    which checks them, and which other plans go without."""
+    if sparsity != "predict":
+        return None
+    from penstock.store import predictors
+
+    return predictors.kept(model, spec)

@@ -85,8 +85,8 @@ def require_dimensions(dimensions: int | None, has: int) -> int:
 
 
 def unit(vector: NDArray[np.float32], dimensions: int | None = None) -> NDArray[np.float32]:
-    """The vector's first `dimensions` numbers, or all, at length 1. A vector of zeros stays. Raises BadRequest where it
-    has fewer numbers."""
+    """The first `dimensions` numbers of a vector float32 [D], or all, at length 1. A vector of zeros stays. Raises
+    BadRequest where it has fewer numbers."""
     cut = vector[: require_dimensions(dimensions, len(vector))].astype(np.float64)
     length = float(np.sqrt(np.square(cut).sum()))
     return (cut / length if length else cut).astype(np.float32)

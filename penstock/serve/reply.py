@@ -125,6 +125,6 @@ class Reply:
         return piece
 
     def accept(self, logits: NDArray[np.float32], best: tuple[float, int]) -> str:
-        """`choose`, then `say`."""
+        """`choose`, then `say`. `logits`: float32 [V]."""
         self.choose(logits, best)
         return self.say()

@@ -244,8 +244,9 @@ class Scheduler:
             request.scored = max(request.scored, request.read if request.wants_scores else 0)
             request.said += each.says
             self._underway.append((request, each))
-        purpose = "decode" if not reading else self._mixed if rows else "prefill"
-        few = bool(reading) and max(batch.total_rows for batch in batches) <= self._plan.asking_rows
+        most = max(batch.total_rows for batch in batches)
+        purpose = "decode" if not reading else self._mixed if rows else passes.purpose_of(self._plan, most)
+        few = bool(reading) and most <= self._plan.asking_rows
         taken = Pass(purpose, batches, self._then(), few)
         moves = tuple(self.pages.moves)
         self.pages.moves.clear()
@@ -272,7 +273,8 @@ class Scheduler:
         if any(room) and any(request.table is None for request in requests):
             pools = all(request.pools for request in requests)
             return Stream("prefill", not pools)  # one of these may begin, and end too
-        return Stream("prefill", logits, most - min(room) <= self._plan.asking_rows)
+        read = most - min(room)
+        return Stream(passes.purpose_of(self._plan, read), logits, read <= self._plan.asking_rows)
 
     def _settle(self) -> None:
         """The latest pass has ended: what it wrote can be shared."""

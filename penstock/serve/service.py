@@ -88,6 +88,7 @@ class Service:
         self._refuses: str | None = None  # why no more requests are taken
         self._tally = Tally()
         self._passes = engine.session.passes  # of the session, when the service took the latest one
+        self._free_s = 0.0  # when the thread had told of its latest pass, or began to look for one
         self._saves_until_s = inf
         self._times = times or PassTimes(engine.plan, engine.machine, mixed)
         self._thread: threading.Thread | None = None  # lives while requests are here
@@ -276,6 +277,7 @@ class Service:
 
     def _answer_all(self) -> None:
         """Takes passes until no request is here, and then keeps pages until one comes."""
+        self._free_s = time.perf_counter()
         while True:
             with self._changed:
                 left = [number for number, request in self._open.items() if request.cancelled]
@@ -290,6 +292,7 @@ class Service:
                 self._take(step)
             elif self._unsaved():
                 self._save()
+                self._free_s = time.perf_counter()
             else:
                 return
 
@@ -334,6 +337,7 @@ class Service:
         begin = [r for rows in step.rows for r in rows if not self._open[r.request].begun]
         try:
             if not self._move_pages(step.moves):
+                self._free_s = time.perf_counter()
                 return
             for r in begin:
                 request = self._open[r.request]
@@ -345,6 +349,7 @@ class Service:
             ended = {r.request: _failed(error) for rows in step.rows for r in rows}
             with self._changed:
                 self._scheduler.forget()
+            self._free_s = time.perf_counter()
         else:
             speaking: list[Rows] = []
             found = zip(step.rows, logits_of_batches, session.best, session.hidden, strict=True)
@@ -359,6 +364,7 @@ class Service:
                             self._hear(r, logits[first:end], best[first:end])
                             speaking += [r] if r.says else []
             told = self._say(speaking, ended)
+            self._note(step)
             if self._on_pass is not None:
                 self._on_pass(step)
         taken_s = time.perf_counter() - start_s
@@ -439,9 +445,15 @@ class Service:
         self._tally.answered += len(ended) - failed
         silent = sum(r.says and not self._open[r.request].reply.limit for r in rows)
         self._tally.take(step, silent, cached_tokens, taken_s)
-        # What pages' moves, hidden states, and logits of more than the last row take is no prompt's and no answer's.
+
+    def _note(self, step: Step) -> None:
+        """Notes what a pass took from the one before it on: what is told, and who comes next, are a part of that. What
+        pages' moves, hidden states, and logits of more than the last row take is no prompt's and no answer's."""
+        rows, now_s = [r for rows in step.rows for r in rows], time.perf_counter()
         if not step.moves and not any(r.hidden or r.logits > 1 for r in rows):
-            self._times.note(sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads), taken_s)
+            kind = sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads)
+            self._times.note(*kind, now_s - self._free_s)
+        self._free_s = now_s
 
 
 @contextmanager

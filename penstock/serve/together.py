@@ -35,7 +35,7 @@ class Together:
     @property
     def read_tokens(self) -> int:
         """How many tokens of prompts the passes in `reads` have."""
-        return sum(batch.total_rows for p in self.reads for batch in p.batches if p.purpose == "prefill")
+        return sum(batch.total_rows for p in self.reads for batch in p.batches if p.purpose != "decode")
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -104,8 +104,8 @@ class Tokenizer:
         return found
 
     def prefetch_texts(self, ids: Iterable[int]) -> None:
-        """Asks for `texts`, so that whoever wants them has them at hand. After a failure it asks no more: whoever wants
-        them asks, and fails, alone."""
+        """Asks the child for `texts` ahead of time, so that later callers have them at hand. After a failure it asks no
+        more: each later caller then asks, and fails, by itself."""
         if self._prefetches:
             try:
                 self.texts(ids)

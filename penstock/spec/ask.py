@@ -26,7 +26,8 @@ MOST_SEQUENCES = 2**14
 class Ask:
     """`host_memory_bytes`: limit of the whole process. `device_memory_bytes`: limit of the device's memory.
 
-    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: the most tokens of a sequence.
+    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: the most tokens of a sequence;
+    `grow_context`: as many as cost no speed (`planner/room`).
     `kv_tokens`: KV room in tokens of all sequences together, which then share pages, and at least for one whole
     context; None: room for the whole context of each. `batch`: sequences at once. `kv`: number format of the KV cache.
     `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
@@ -52,6 +53,7 @@ class Ask:
     use_device: bool = False
     kv_tokens: int | None = None
     sparsity: str = "auto"
+    grow_context: bool = False
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
@@ -67,6 +69,8 @@ class Ask:
                 raise BadRequest(f"{name} is {value}; it should be from 1 to {most}")
         if not 0 <= self.score_rows <= MOST:
             raise BadRequest(f"score_rows is {self.score_rows}; it should be from 0 to {MOST}")
+        if self.grow_context and self.context is not None:
+            raise BadRequest("a context is named, or grows: not both")
         for name in ("host_memory_bytes", "device_memory_bytes", "resident_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**63:

@@ -6,6 +6,7 @@ executor: G (a device), C (RAM, the CPU) or D (a disk). A unit of placement CG l
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -114,6 +115,24 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Who computes which rows of a prompt, in a layer (token assignment, ScheInfer Eq. 15): of its FFN units in RAM
+    that the CPU computes in decode and a device where prompts are read. A table over the rows of a batch: `rows` rise,
+    and of a batch of `rows[i]` the CPU takes the last `cpu[i]`, the device the others. A batch between two entries has
+    the CPU's rows of the shorter one. In passes in which all batches are shorter than `rows[0]` the CPU takes all."""
+
+    layer: int
+    rows: tuple[int, ...]
+    cpu: tuple[int, ...]
+
+    def on_device(self, rows: int) -> int:
+        """n_g: so many of a batch's rows are the device's. A batch shorter than all entries is the device's as a
+        whole, if it comes in a pass with others."""
+        entry = bisect_right(self.rows, rows) - 1
+        return rows - self.cpu[entry] if entry >= 0 else rows
+
+
+@dataclass(frozen=True, slots=True)
 class Arena:
     """One allocation: `host.weights`, `host.ring`, `host.kv`, … on a tier."""
 
@@ -150,6 +169,7 @@ class Plan:
     sparsity        one of SPARSITIES
     hole_bytes      of what is asked for, holes of at most so many bytes are read through
     levels          with `sparsity` threshold: of each layer what counts as zero is below it
+    device_rows     by layer, of those in which a device and the CPU share the rows of prompts
     """
 
     models: tuple[PlanModel, ...]
@@ -177,6 +197,13 @@ class Plan:
     sparsity: str = "off"
     hole_bytes: int = 0
     levels: tuple[float, ...] = ()
+    device_rows: tuple[DeviceRows, ...] = ()
+
+    @property
+    def least_device_rows(self) -> int:
+        """The break-even length of a prompt: passes with fewer rows a batch are computed by the executors of decode. 0
+        where the rows of prompts are not shared."""
+        return min((table.rows[0] for table in self.device_rows), default=0)
 
     @property
     def target(self) -> PlanModel:

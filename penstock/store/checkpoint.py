@@ -185,8 +185,8 @@ class Checkpoint:
         return whole[:, start:stop] if tensor.dtype in RAW_DTYPES else whole
 
     def take(self, name: str, axis: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """As `read`, but gives the elements of these numbers along `axis`, in this order. Neighbours are read at once,
-        with what lies between them. Raises BrokenModel if the tensor has no such elements."""
+        """As `read`, but gives the elements `numbers`, int64 [n], along `axis`, in this order. Neighbours are read
+        together, with what lies between them. Raises BrokenModel if the tensor has no such elements."""
         tensor = self.weights(name)
         if axis >= len(tensor.shape) or numbers.min() < 0 or numbers.max() >= tensor.shape[axis]:
             raise BrokenModel(f"{tensor.file}: tensor {quoted(name)} {list(tensor.shape)} has too few on axis {axis}")

@@ -68,21 +68,21 @@ def with_predictors(packed: Packed) -> Packed:
     checksums. Raises BadRequest where there are none, and as `kept`."""
     if not os.path.lexists(packed.folder / FILE):
         raise BadRequest(f"{packed.folder} has no predictors, which --sparsity predict needs: {TRAIN}")
-    found, data = _read(packed.folder, packed.spec)
-    file, parts = packed.folder / FILE, {part.key: part for part in found.parts(packed.spec)}
+    predictors, data = _read(packed.folder, packed.spec)
+    file, parts = packed.folder / FILE, {part.key: part for part in predictors.parts(packed.spec)}
     locations, at = dict(packed.locations), data
     for key, part in parts.items():
         locations[key] = Location(len(packed.files), at, part.nbytes)
         at += part.nbytes
     files = (*packed.files, file)
-    sums = None if packed.sums is None else packed.sums + b"".join(map(bytes.fromhex, found.sums))
+    sums = None if packed.sums is None else packed.sums + b"".join(map(bytes.fromhex, predictors.sums))
     every = packed.parts | parts
     return replace(packed, files=files, locations=locations, parts=every, sums=sums, disks=find_disks(files))
 
 
-def _header(found: Predictors, parts: tuple[Part, ...]) -> bytes:
+def _header(predictors: Predictors, parts: tuple[Part, ...]) -> bytes:
     """With the length before it, padded to whole pages."""
-    described = manifests.seal(spec_predictors.dumps(found))
+    described = manifests.seal(spec_predictors.dumps(predictors))
     entries: dict[str, Any] = {"__metadata__": {"format": "penstock", _KEY: described}}
     end = 0
     for part in parts:

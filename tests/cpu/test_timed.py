@@ -11,8 +11,8 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.planner.cost import Cost
+from penstock.planner.families import FAMILIES, plan_of
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.families import FAMILIES, plan_of
 from penstock.planner.solve.problem import Problem
 from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor

@@ -35,10 +35,10 @@ from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNS
 from bench.papers.report import page, plot, text
 from bench.papers.traits import KINDS, TRAITS, Traits, applied, fitting_tables, of_system
 from penstock.errors import DoesNotFit
+from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
 from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.solve import pipo
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import DoesNotFit
 from penstock.planner.bound import least_score_s, score_s
+from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.solve import candidates, flexgen, llama_cpp, settle_context, solve
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format

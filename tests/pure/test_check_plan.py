@@ -25,7 +25,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, ActHome, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ORDERS, ActHome, DeviceRows, KvHome, Plan, PlanModel, Unit
 from tests.plans import make_plan, random_plans
 from tests.pure.machine import MACHINE, model
 
@@ -122,6 +122,41 @@ def test_delegated_attention_needs_its_units_at_once(order: str) -> None:
         BadRequest, match=f"0.attn, whose attention is delegated, streams {(count + 1) * granule} bytes"
     ):
         check_plan(delegating(granule), TIED, F32)
+
+
+def test_rows_of_prompts_are_shared_only_where_both_can() -> None:
+    by_key = {part.key: part for part in parts(TIED, F32)}
+    stage = max(part.granule_bytes for part in by_key.values())
+
+    def sharing(table: DeviceRows, home: str = "host", prefill: str = "gpu0", **fields: Any) -> Plan:
+        units = [
+            Unit(part.key, 0, part.granules, home, "host", prefill)
+            if part.key == "1.ffn"
+            else Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0")
+            for part in by_key.values()
+        ]
+        ring = by_key["1.ffn"].nbytes
+        return make_plan(
+            TIED, F32, units, ring_bytes={"gpu0": ring, "host": ring}, stage_bytes=max(stage, ring), main="gpu0",
+            kv_homes=[("gpu0", "gpu0")] * 3, device_rows=(table,), batch_seqs=2, batches_per_pass=2, **fields,
+        )  # fmt: skip
+
+    check_plan(sharing(DeviceRows(1, (4, 9), (0, 3))), TIED, F32)
+    runs(sharing(DeviceRows(1, (4, 9), (0, 3))))
+    for table in (
+        DeviceRows(1, (), ()), DeviceRows(1, (4, 4), (0, 3)), DeviceRows(1, (4,), (4,)), DeviceRows(1, (4,), (0, 1)),
+        DeviceRows(1, (0,), (0,)), DeviceRows(1, (4,), (-1,)), DeviceRows(1, (1 << 40,), (0,)),
+    ):  # fmt: skip
+        with pytest.raises(BadRequest, match="layer 1 shares rows"):
+            check_plan(sharing(table), TIED, F32)
+    for wrong in (
+        sharing(DeviceRows(0, (4,), (1,))), sharing(DeviceRows(1, (4,), (1,)), home="disk0"),
+        sharing(DeviceRows(1, (4,), (1,)), prefill="host"), sharing(DeviceRows(7, (4,), (1,))),
+    ):  # fmt: skip
+        with pytest.raises(BadRequest, match="should compute all of its FFN"):
+            check_plan(wrong, TIED, F32)
+    with pytest.raises(BadRequest, match=r"shared in the layers \[2\]"):
+        check_plan(rebuilt(streaming(TIED), device_rows=(DeviceRows(2, (4,), (1,)),)), TIED, F32)
 
 
 def test_kv_may_have_a_format_per_layer() -> None:

@@ -8,12 +8,12 @@ from functools import cache
 import pytest
 
 from penstock.planner.bound import score_s
+from penstock.planner.candidate import Compared
 from penstock.planner.compare import bytes_per_tier, comparison, to_json
 from penstock.planner.explain import rate
 from penstock.planner.homes import weights_bytes
 from penstock.planner.shorten import quick
 from penstock.planner.solve import Solved, pipo, settle_context, solve
-from penstock.planner.solve.candidate import Compared
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +48,18 @@ def test_public_functions_say_what_they_raise(path: Path) -> None:
         if raises(function) and not is_command(path, function):
             said = ast.get_docstring(function) or ""
             assert "aises" in said, f"{path}:{function.lineno}: {function.name} raises, and does not say so"
+
+
+ARRAYS = re.compile(r"\b(NDArray|ndarray|Float32|Floats|Uint8|Tensor)\b")
+OF_TENSORS = re.compile(r"TensorInfo|Mapping|dict")  # tables of a file's tensors, which are no arrays
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrays_have_shapes(path: Path) -> None:
+    """A public function that takes an array draws a shape: "x float32 [T, D]"."""
+    for function in public_functions(tree_of(path).body):
+        said = ast.get_docstring(function) or ""
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            kind = ast.unparse(argument.annotation) if argument.annotation else ""
+            if ARRAYS.search(kind) and not OF_TENSORS.search(kind):
+                assert re.search(r"\[[^\]]+\]", said), f"{path}:{function.lineno}: {function.name}: {argument.arg} [?]"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.planner.candidate import Compared
 from penstock.planner.explain import Band, Width, limits, packed_bytes, rate, rates, table
 from penstock.planner.solve import Solved, solve
-from penstock.planner.solve.candidate import Compared
 from penstock.planner.what_if import what_if
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format

@@ -21,7 +21,7 @@ from penstock.graph.verify import verify
 from penstock.models import spec_from_config
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, Cache, Plan, Predictor, Unit
+from penstock.spec.plan import ORDERS, Cache, DeviceRows, Plan, Predictor, Unit
 from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 from tests.pure.real_models import TINY
@@ -178,6 +178,26 @@ def test_golden_kv_from_a_disk() -> None:
     tasks = lowered(plan, passes.decode(plan, (0, 1), (8, 70), passes.DECODE))
     verify(tasks, plan.arenas)
     check_golden("kv_disk", dump(tasks, plan))
+
+
+def test_golden_token_assignment() -> None:
+    """Of a prompt's eight rows the CPU takes the last two, with a unit in RAM that crosses once, for the others
+    (ScheInfer's CG'). Five rows of a second batch are the device's. A shorter prompt is the CPU's: nothing crosses."""
+    by_key = {p.key: p for p in parts(WIDE, F32)}
+    order = list(by_key)
+    units = [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values() if part.kind != "ffn"]
+    units += [Unit("0.ffn", 0, 2, "gpu0", "gpu0", "gpu0"), Unit("0.ffn", 2, 5, "host", "host", "gpu0")]
+    units.sort(key=lambda unit: order.index(unit.part))
+    stage = max(part.granule_bytes for part in by_key.values())
+    plan = make_plan(
+        WIDE, F32, units, ring_bytes={"gpu0": 3 * by_key["0.ffn"].granule_bytes}, stage_bytes=stage, main="gpu0",
+        kv_homes=[("gpu0", "gpu0")], batches_per_pass=2, device_rows=(DeviceRows(0, (5, 7), (0, 2)),),
+    )  # fmt: skip
+    check_plan(plan, WIDE, F32)
+    prompts = [*passes.prompts(plan, (0, 1), (8, 5), passes.DECODE), *passes.prompts(plan, (0,), (4,), passes.DECODE)]
+    tasks = lowered(plan, *prompts)
+    verify(tasks, plan.arenas)
+    check_golden("token_assignment", dump(tasks, plan))
 
 
 @pytest.mark.parametrize("cache", ["host", "gpu0", "both"])

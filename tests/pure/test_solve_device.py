@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
+from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask

@@ -24,6 +24,7 @@ from penstock.graph.tasks import Call
 from penstock.graph.verify import verify
 from penstock.planner import activity
 from penstock.planner.bound import least_score_s, score_s
+from penstock.planner.candidate import Candidate
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.programs import neurons as ilp
@@ -32,7 +33,6 @@ from penstock.planner.programs.neurons import LayerGroups, NeuronProgram, allowe
 from penstock.planner.programs.placement import Rates
 from penstock.planner.shorten import quick, shortened
 from penstock.planner.solve import powerinfer, settle_context
-from penstock.planner.solve.candidate import Candidate
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines

@@ -13,6 +13,7 @@ from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
+from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
 from penstock.planner.programs.pipo_memory import (
     HOMES,
@@ -25,9 +26,8 @@ from penstock.planner.programs.pipo_memory import (
     peaks,
     sizes,
 )
+from penstock.planner.sizes import chunk_options
 from penstock.planner.solve import pipo, settle_context
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import chunk_options
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask

@@ -15,11 +15,14 @@ from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
 from penstock.planner.bound import score_s
+from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
 from penstock.planner.programs.policy import Shares
+from penstock.planner.programs.whole_layers import spread_layers, whole_layers
+from penstock.planner.shares import split_granules
 from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.flexgen import BATCH_STEP, blocks, candidates, chunk_options, plan_of, search
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, kv_layers, split_granules, whole_layers
+from penstock.planner.solve.flexgen import candidates, chunk_options, plan_of, search
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.machine import Capacity
@@ -62,9 +65,9 @@ def test_granules_go_in_even_shares() -> None:
 
 def test_layers_of_kv() -> None:
     """Even shares; the first layers have theirs at home; an even number moves, or all."""
-    assert kv_layers(6, (0.5, 0.5, 0.0)) == [0, 1] * 3
-    assert kv_layers(4, (0.0, 0.0, 1.0)) == [2] * 4
-    assert kv_layers(7, (3 / 7, 0.0, 4 / 7))[-1] == 2
+    assert spread_layers(6, (0.5, 0.5, 0.0)) == [0, 1] * 3
+    assert spread_layers(4, (0.0, 0.0, 1.0)) == [2] * 4
+    assert spread_layers(7, (3 / 7, 0.0, 4 / 7))[-1] == 2
     for layers in (5, 6, 12):
         for raw in product(range(5), repeat=3):
             if sum(raw):
@@ -73,7 +76,7 @@ def test_layers_of_kv() -> None:
                     for found in whole_layers(layers, shares, moved):  # type: ignore[arg-type]
                         counts = [round(share * layers) for share in found]
                         assert sum(counts) == layers and (counts[moved] % 2 == 0 or counts[moved] == layers)
-                        assert [kv_layers(layers, found).count(tier) for tier in range(3)] == counts
+                        assert [spread_layers(layers, found).count(tier) for tier in range(3)] == counts
 
 
 @pytest.mark.fuzz

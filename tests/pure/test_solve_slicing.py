@@ -29,8 +29,9 @@ from penstock.planner.programs.slicing import (
 from penstock.planner.solve import scheinfer, settle_context
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer import FREE, PAPER
+from penstock.planner.solve.scheinfer import FREE, PAPER, plan_of
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -204,7 +205,7 @@ def test_slices_fit_and_are_as_good_as_any_order(mib: int, prompt: int) -> None:
     ask = settle_context(
         Ask(context=512, prompt_tokens=prompt, device_memory_bytes=mib * MIB, output_tokens=32), LLAMA_1B
     )
-    (found,) = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, SHARED))
+    found, *_ = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, SHARED))
     check_plan(found.plan, LLAMA_1B, BF16)
     used = found.plan.tier_bytes()
     assert mib * MIB - 40 * MIB < used[GPU.executor] <= mib * MIB and used["host"] <= 16 * GIB
@@ -233,13 +234,39 @@ def test_memory_goes_where_a_byte_saves_most() -> None:
 
 
 def test_n_g_stands_in_the_reasons() -> None:
-    """What the runtime can do is all rows of a chunk or none: a slow link takes none, a slow CPU all."""
+    """Of all rows of a chunk or none, a slow link takes none, a slow CPU all."""
     ask = settle_context(Ask(context=512, prompt_tokens=256, device_memory_bytes=900 * MIB), LLAMA_1B)
     for lane, factor, word in (("h2d0", 30.0, "none"), ("host", 4.0, "all")):
-        (found,) = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, slower(SHARED, lane, factor)))
-        assert f"it can take all or none: {word}" in found.reasons[2]
+        found, *_ = scheinfer.candidates(Problem(ask, LLAMA_1B, BF16, slower(SHARED, lane, factor)))
+        assert f"it takes {word}" in found.reasons[2]
         cpu = [unit for unit in found.plan.units if unit.part.endswith(".ffn") and unit.decode == "host"]
         assert cpu and {unit.prefill for unit in cpu} == {"host" if word == "none" else GPU.executor}
+
+
+def test_each_length_has_the_best_n_g() -> None:
+    """By trying all, and by simulation: prompts below the break-even length come first sooner than with all their rows
+    on the device, and the reason names that length."""
+    ask = settle_context(Ask(context=512, prompt_tokens=256, device_memory_bytes=900 * MIB), LLAMA_1B)
+    problem = Problem(ask, LLAMA_1B, BF16, slower(WITH_DEVICE, "h2d0", 4.0))
+    solved = scheinfer.solve_slices(problem)
+    assert solved is not None
+    skeleton = device_skeleton(problem, solved[0].chunk_rows, attention_layers=0, lifted=0.0)
+    plan = with_rows(problem, plan_of(skeleton, replace(solved[1], prompts=True)), share=True)
+    assert plan is not None
+    check_plan(plan, LLAMA_1B, BF16)
+    table, work = plan.device_rows[0], LayerWork(problem, plan.ring_bytes[GPU.executor])
+    shares = Shares(solved[1].r_gg[0], attends=solved[1].attends[0])
+    for rows in (plan.least_device_rows - 1, *table.rows):
+        step = PassSize("prefill", 1, rows, max(0, (256 - rows) // 2))
+        seconds = work.prompt_s(LLAMA_1B.layers[0], step, shares, solved[1].r_cg[0])
+        n_g = table.on_device(rows) if rows >= plan.least_device_rows else 0
+        assert seconds(n_g) == min(map(seconds, range(rows + 1)))
+    short = replace(ask, prompt_tokens=plan.least_device_rows // 2)
+    all_there = replace(plan, device_rows=())
+    ours, theirs = (predict(each, short, problem.machine, False).ttft_s for each in (plan, all_there))
+    assert ours < theirs
+    reasons = [candidate.reasons[2] for candidate in scheinfer.candidates(problem)]
+    assert any(f"none of prompts shorter than {plan.least_device_rows} tokens" in reason for reason in reasons)
 
 
 def test_no_slices_where_they_do_not_apply() -> None:

@@ -150,7 +150,7 @@ def combine(routes: Routes, outputs: Tensor, partial: Tensor, starts_sum: bool, 
 
 
 def gate(routes: Routes, partial: Tensor) -> None:
-    """partial = partial times the shared expert's factor of each row."""
+    """partial float32 [T, D] = partial times the shared expert's factor of each row."""
     partial.mul_(routes.shared[:, None])
 
 

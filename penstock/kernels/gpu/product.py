@@ -253,8 +253,8 @@ def _few_hidden(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Applies the activation to x in place, and returns x. For the gelus torch has no such variant: they make
-    temporaries as large as x."""
+    """Applies the activation to x float32 [...] in place, and returns x. For the gelus torch has no such variant: they
+    make temporaries as large as x."""
     if activation == "silu":
         return torch.nn.functional.silu(x, inplace=True)
     if activation in ("gelu", "gelu_tanh"):
@@ -268,7 +268,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 @contextlib.contextmanager
 def precision(kernels: Kernels, block: Block, x: Tensor) -> Iterator[None]:
-    """On a device, sets whether torch may round a product's inputs to TF32, and sets it back afterwards."""
+    """On a device, sets whether torch may round the inputs of a product of x float32 [T, N] to TF32, and sets it back
+    afterwards."""
     if x.device.type == "cpu":
         yield
         return

@@ -77,7 +77,8 @@ def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | No
 
 
 def named_norm(x: Float32, norms: Bytes, part: Part, name: str, norm: Norm, out: Float32) -> None:
-    """out = the norm `name` of x, with weight and bias from the part's granule `norms`."""
+    """out float32 [T, D] = the norm `name` of x float32 [T, D], with weight and bias from the part's granule `norms`,
+    uint8 [granule_bytes]."""
     weight = vector(norms, part.block(name)) if part.has(name) else None
     bias = vector(norms, part.block(name + "_bias")) if part.has(name + "_bias") else None
     normalise(x, norm, weight, bias, out)
@@ -87,8 +88,9 @@ def norm_in(
     x: Float32, norms: Bytes, part: Part, name: str, spec: ModelSpec, present: bool, h: Float32, scratch: Scratch,
     rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """h = norm(x), or h = x where the layer has no such norm (`present`). The final norm takes the rows `rows` of x,
-    and projects down to d_embed where the model does (OPT-350m)."""
+    """h float32 [T, D] = norm(x float32 [T, D]), or h = x where the layer has no such norm (`present`). The final norm
+    takes the rows `rows` of x, and projects down to d_embed where the model does (OPT-350m). `norms`: uint8
+    [granule_bytes] of the part."""
     source = x if rows is None else x[list(rows)]
     if not part.has("project_out") or name != "final":
         if present:
@@ -105,7 +107,7 @@ def norm_in(
 
 
 def activate(x: Float32, activation: str) -> Float32:
-    """Applies the activation to x in place, and returns x."""
+    """Applies the activation to x float32 [...] in place, and returns x."""
     if activation == "silu":
         with np.errstate(over="ignore"):  # exp(-x) = inf for x < -88 gives 0, which is right
             x /= 1.0 + np.exp(-x)

@@ -152,8 +152,8 @@ def table(granule: Bytes, block: Block) -> NDArray[Any]:
 
 
 def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
-    """Rows in a float format's storage type as float32. float32 rows are returned as they are, others are widened into
-    scratch."""
+    """Rows [R, C] in a float format's storage type as float32 [R, C]. float32 rows are returned as they are, others are
+    widened into scratch."""
     if fmt.kind == "float32":
         return stored
     if fmt.kind == "float16":
@@ -237,7 +237,7 @@ def add_neurons(x: Float32, granule: Bytes, block: Block, out: Float32, scratch:
 
 
 def narrow(values: Float32, fmt: Format) -> NDArray[Any]:
-    """float32 values in a float format's storage type. bfloat16 is rounded to nearest even, and its bits are uint16.
+    """float32 values [...] in a float format's storage type. bfloat16 is rounded to nearest even, its bits are uint16.
     float16 saturates at ±65504 instead of becoming infinite."""
     if fmt.kind == "float32":
         return values

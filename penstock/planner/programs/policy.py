@@ -15,6 +15,8 @@ shares, are ours (`terms`). Compute is one lane, to which device and CPU both ad
 other.
 
 That lanes which share RAM slow each other, and that they wait for each other, no line can hold. `simulate` judges it.
+But a lane that works beside a slower one still slows it a little. So of policies with the same T, the one whose lanes
+work least is taken: the sum of their seconds counts too, _IN_SHADOW times.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ KINDS = ("weights", "kv", "acts")
 READ, WRITE, TO_DEVICE, TO_HOST, COMPUTE = LANES = (
     DISK.reads, DISK.writes, GPU.to_device, GPU.to_host, "compute",
 )  # fmt: skip
+# With 0 one of 300 random plans had all KV on a disk, where half of it fits into RAM, and took 13 % longer. T may be
+# above the least by _IN_SHADOW times the seconds of all lanes together.
+_IN_SHADOW = 1e-4
 _LEAST_SHARE = 1e-6  # HiGHS may return a smaller share where it means zero
 
 Shares = tuple[float, float, float]
@@ -114,6 +119,15 @@ class PolicyProgram:
         return t_pre_s * self.layers + t_gen_s * self.steps * self.layers
 
     @property
+    def lanes_s(self) -> Line:
+        """The seconds of all lanes of a block, added up."""
+        total = Line()
+        for stage, times in ((self.prefill, self.layers), (self.decode, self.steps * self.layers)):
+            for line in stage.values():
+                total = total.plus(line, times)
+        return total
+
+    @property
     def least_s(self) -> float:
         """A lower bound of T: on each lane every kind is in its cheapest tier."""
         return self.total_s(*(max(_least(line, self) for line in stage.values()) for stage in self.stages))
@@ -122,13 +136,19 @@ class PolicyProgram:
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A policy with its seconds. `seconds`: T of the block; `t_pre_s`, `t_gen_s`: of a layer in prefill and in decode;
-    `busiest`: the lanes that take so long."""
+    `busiest`: the lanes that take so long; `lanes_s`: seconds of all lanes together."""
 
     policy: Policy
     seconds: float
     t_pre_s: float
     t_gen_s: float
     busiest: tuple[str, str]
+    lanes_s: float
+
+    @property
+    def objective(self) -> float:
+        """What the program minimises."""
+        return self.seconds + _IN_SHADOW * self.lanes_s
 
 
 def solve(program: PolicyProgram, kv: Shares | None = None) -> Solution | None:
@@ -142,7 +162,8 @@ def evaluate(program: PolicyProgram, policy: Policy) -> Solution:
     """T of a policy, and the lanes that decide it."""
     each = ({lane: line.at(policy) for lane, line in stage.items()} for stage in program.stages)
     (pre, t_pre_s), (gen, t_gen_s) = (max(seconds.items(), key=itemgetter(1)) for seconds in each)
-    return Solution(policy, program.total_s(t_pre_s, t_gen_s), t_pre_s, t_gen_s, (pre, gen))
+    total_s, lanes_s = program.total_s(t_pre_s, t_gen_s), program.lanes_s.at(policy)
+    return Solution(policy, total_s, t_pre_s, t_gen_s, (pre, gen), lanes_s)
 
 
 def _least(line: Line, program: PolicyProgram) -> float:
@@ -173,7 +194,8 @@ def _optimum(program: PolicyProgram, kv: Shares | None) -> Policy | None:
     lower, upper = [0.0] * 9, [float(may) for kind in KINDS for may in program.allowed[kind]]
     if kv is not None:
         lower[3:6] = upper[3:6] = kv
-    costs = [0.0] * 9 + [program.layers, program.layers * program.steps]
+    costs = [_IN_SHADOW / scale * x for x in program.lanes_s.vector]
+    costs += [program.layers, program.layers * program.steps]
     shares = highs.solve(costs, [*lower, 0.0, 0.0], [*upper, inf, inf], rows).values
     return None if shares is None else Policy(*map(_cleaned, _by_kind(shares[:9])))
 

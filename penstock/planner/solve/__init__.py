@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
-from penstock.planner.bound import least_score_s, reads_bytes, score_s, sequences
+from penstock.planner.bound import least_score_s
+from penstock.planner.candidate import WHOLE, Candidate, Compared
 from penstock.planner.firing import Firing, check_sparsity
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
+from penstock.planner.ranking import ranked, settles
 from penstock.planner.reads import on_disks, with_reads
 from penstock.planner.reasons import shared_pages
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import Kept, quick, streamed
-from penstock.planner.solve.candidate import WHOLE, Candidate, Compared
 from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import DEFAULT_CONTEXT, Ask
@@ -51,12 +52,6 @@ class Solved:
     tasks: Kept | None = None
 
 
-# Two plans are equals if their times differ by less than this factor. To read a tenth less is worth 2 % of time.
-_EQUAL, _READS_WEIGH = 1.05, 0.2
-# Where all lanes wait a little, plans take more than their bounds. A gain of less is not worth a simulation.
-_HARDLY = 1.025
-
-
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     """The ask with its context decided, in tokens. By default it is DEFAULT_CONTEXT, or the prompt and the output where
     these need more, but never more than the model's maximum.
@@ -83,7 +78,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
         yield candidate
         if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:
             return
-        any_found = any_found or _may_be_chosen(candidate)
+        any_found = any_found or candidate.may_be_chosen
     if problem.ask.use_device and problem.has_device:
         if not any_found:
             from penstock.planner.solve.ours import device
@@ -114,11 +109,15 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
         return
     yield first
     yield from ours
-    from penstock.planner.solve import llama_cpp, pipo, powerinfer, scheinfer
+    from penstock.planner.solve import llama_cpp, pipo, scheinfer
 
-    neurons = every or may_plan or powerinfer.runs(problem)
-    for solver in (scheinfer, llama_cpp, pipo, *((powerinfer,) if neurons else ())):
+    for solver in (scheinfer, llama_cpp, pipo):
         yield from solver.candidates(problem)
+    if every or may_plan or problem.sparsity == "predict":
+        from penstock.planner.solve import powerinfer
+
+        if every or may_plan or powerinfer.runs(problem):
+            yield from powerinfer.candidates(problem)
 
 
 def _in_blocks(problem: Problem) -> Iterator[Candidate]:
@@ -159,16 +158,16 @@ def solve(
     rivals: list[Compared] = []  # the compared candidates that may be chosen
     tasks: Kept | None = {} if keep else None
     for least_s, candidate in bounded:
-        if every or not any(_settles(rival, least_s, candidate.plan, ask) for rival in rivals):
+        if every or not any(settles(rival, least_s, candidate.plan, ask) for rival in rivals):
             # Only the chosen plan's spread between tokens is wanted. Mostly the most promising plan is chosen.
-            spread = not rivals and _may_be_chosen(candidate)
+            spread = not rivals and candidate.may_be_chosen
             kept = tasks if spread else None
             compared.append(Compared(candidate, quick(candidate.plan, ask, machine, spread, trace, kept)))
-            rivals += compared[-1:] if _may_be_chosen(candidate) else []
+            rivals += compared[-1:] if candidate.may_be_chosen else []
     # `rivals` are ranked without the others: a plan that cannot run must not decide which plans are equals.
-    chosen = _ranked(rivals, ask)[0]
-    others = [each for each in _ranked(compared, ask) if each is not chosen]
-    better = (each for each in others if _score_s(each, ask) < _score_s(chosen, ask))
+    chosen = ranked(rivals, ask)[0]
+    others = [each for each in ranked(compared, ask) if each is not chosen]
+    better = (each for each in others if each.score_s(ask) < chosen.score_s(ask))
     strategy, plan, reasons, _, _ = chosen.candidate
     prediction = chosen.prediction
     if chosen is not rivals[0]:
@@ -183,39 +182,3 @@ def solve(
         plan, prediction, reasons, strategy, (chosen, *others),
         tuple(each for each in better if each.candidate.cannot_run), tasks,
     )  # fmt: skip
-
-
-def _may_be_chosen(candidate: Candidate) -> bool:
-    """Whether the runtime can run the plan, and its answers are the model's."""
-    return not candidate.lossy and not candidate.cannot_run
-
-
-def _score_s(each: Compared, ask: Ask) -> float:
-    """Seconds that the objective brings down, as simulated."""
-    return score_s(each.prediction, each.candidate.plan, ask)
-
-
-def _rank(seconds: float, read_bytes: float, equal_s: float) -> tuple[bool, float, float]:
-    """What plans are ordered by, the best first. Plans of up to `equal_s` seconds are equals, because predictions are
-    no sharper. Of equals the one that reads less from disks comes first, because other programs may use the disk too.
-    Of two plans that read nearly the same, such as with rings of two sizes, the faster one comes first. `read_bytes`:
-    from disks, a token of a sequence."""
-    equals = seconds <= equal_s
-    return not equals, seconds * read_bytes**_READS_WEIGH if equals else 0.0, seconds
-
-
-def _ranked(compared: list[Compared], ask: Ask) -> list[Compared]:
-    """The best first, by `_rank`."""
-    equal_s = min(_score_s(each, ask) for each in compared) * _EQUAL
-    return sorted(
-        compared, key=lambda each: _rank(_score_s(each, ask), each.prediction.disk_bytes_per_token, equal_s)
-    )  # fmt: skip
-
-
-def _settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
-    """Whether a simulated rival makes it needless to simulate `plan`: of the two the rival ranks first, even if the
-    plan takes hardly more than its bound of `least_s` seconds (_HARDLY)."""
-    seconds, least_s = _score_s(rival, ask), least_s * _HARDLY
-    equal_s = min(seconds, least_s) * _EQUAL
-    at_best = _rank(least_s, reads_bytes(plan) / sequences(plan, ask), equal_s)
-    return _rank(seconds, rival.prediction.disk_bytes_per_token, equal_s) <= at_best

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, partial
 
+from penstock.planner.candidate import Candidate
 from penstock.planner.homes import kv_layers
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import all_of, usual_chunks
+from penstock.planner.shares import all_of
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.places import GPU

@@ -22,24 +22,24 @@ the plans show what PowerInfer's published figures would give.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from penstock.graph.arenas import ARENA_ALIGN, Layout
-from penstock.planner.activity import NeuronProfile, predictor_rank, published
-from penstock.planner.homes import kv_layers
+from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.activity import NeuronProfile, measured, predictor_rank, published
+from penstock.planner.candidate import Candidate
+from penstock.planner.paper_reasons import hot_and_cold
 from penstock.planner.programs import neurons as ilp
 from penstock.planner.programs import placement
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, all_of, usual_chunks
+from penstock.planner.programs.neuron_choice import Choose, Chosen, by_program, by_seconds, drawn, hottest
+from penstock.planner.shares import Resident, all_of
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device
 from penstock.spec.parts import Part, active_columns
 from penstock.spec.places import CPU, GPU, HOST
 from penstock.spec.plan import Plan, Predictor, Unit
-from penstock.units import format_bytes
 
 NAME = "hot and cold neurons (PowerInfer)"
 MEASURED = "hot and cold neurons, by seconds"
@@ -47,19 +47,6 @@ HOTTEST, RANDOM = "hottest neurons first", "neurons at random"
 CANNOT_RUN = "wants --sparsity predict, and weights that lie neuron by neuron"
 LOSSY = "skips neurons that predictors call inactive"
 _SHORT_PROMPT = 256  # in a prompt of so many tokens the CPU may compute its neurons as fast as the link lifts them
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """How many groups of each layer the device holds, the seconds that the layers take so, and a sentence about who
-    chose them."""
-
-    counts: ilp.Counts
-    seconds: float
-    why: str
-
-
-Choose = Callable[[ilp.NeuronProgram, Sequence[placement.Rates]], Chosen | None]
 
 
 def runs(problem: Problem) -> bool:
@@ -76,7 +63,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     # A layer that is whole on the device may want more scratch there, and so leave less room than hottest first has.
     for name, ways in ((NAME, (by_program,)), (MEASURED, (hottest, by_seconds)), (HOTTEST, (hottest,))):
         yield from with_profile(problem, profile, ways, name)
-    yield from with_profile(problem, _shuffled(profile), (drawn,), RANDOM)
+    yield from with_profile(problem, profile.shuffled(), (drawn,), RANDOM)
 
 
 def with_profile(
@@ -96,79 +83,16 @@ def with_profile(
             if found:
                 plan, chosen = min(found, key=lambda each: each[1].seconds)
                 refused = ("", "") if runs(problem) else (CANNOT_RUN, LOSSY)
-                yield Candidate(name, plan, _reasons(plan, profile, chosen, prompts), *refused)
+                yield Candidate(name, plan, hot_and_cold(plan, profile, chosen.why, prompts), *refused)
                 break
-
-
-def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
-    found = ilp.solve(program)
-    if found is None:
-        return None
-    return Chosen(
-        found.counts,
-        placement.seconds_of(program, rates, found.counts),
-        f"placed by an integer program ({found.found_by}, within {found.gap:.2%} of the best there is)",
-    )
-
-
-def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
-    found = placement.fastest(program, rates)
-    if found is None:
-        return None
-    whole = sum(n == len(layer.impacts) for n, layer in zip(found.counts, program.layers, strict=True))
-    return Chosen(
-        found.counts,
-        found.seconds,
-        f"placed by the seconds of a token (within {found.gap:.2%} of the best there is): {whole} layers are there"
-        " whole, and wait for no CPU",
-    )
-
-
-def hottest(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
-    return _if_allowed(program, rates, placement.hottest_first(program), "the hottest neurons of all layers come first")
-
-
-def drawn(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
-    return _if_allowed(program, rates, placement.at_random(program), "neurons are drawn at random")
-
-
-def _if_allowed(
-    program: ilp.NeuronProgram, rates: Sequence[placement.Rates], counts: ilp.Counts, why: str
-) -> Chosen | None:  # fmt: skip
-    used = sum(n * layer.group_bytes for n, layer in zip(counts, program.layers, strict=True))
-    seconds = placement.seconds_of(program, rates, counts)
-    return Chosen(counts, seconds, why) if 0 <= program.total_bytes - used <= program.host_bytes else None
 
 
 def _measured(problem: Problem) -> NeuronProfile | None:
     """What is known of the model's own neurons, granule by granule, in the order in which they are packed."""
     trace = problem.trace
-    if trace is None or not any(trace.fires):
-        return None
-
-    def shares(part: Part) -> tuple[float, ...]:
-        rates = memoryview(trace.fires[part.layer]).cast("f")
-        each = (rates[i : i + part.granule_rows] for i in range(0, len(rates), part.granule_rows))
-        return tuple(sum(some) / len(some) for some in each)
-
-    return NeuronProfile(tuple(map(shares, problem.of_kind("ffn"))), trace.source)
-
-
-def _shuffled(profile: NeuronProfile) -> NeuronProfile:
-    """The same neurons in no order."""
-    draw = random.Random(0)
-    return replace(profile, layers=tuple(tuple(draw.sample(layer, len(layer))) for layer in profile.layers))
-
-
-def device_share(plan: Plan, profile: NeuronProfile) -> float:
-    """Of the neurons that a token needs, the share that the device computes."""
-    there, whole, sizes = 0.0, 0.0, plan.parts
-    for unit in plan.units:
-        part = sizes[unit.part]
-        for i in range(unit.lo, unit.hi) if part.kind == "ffn" else ():
-            active = profile.layers[part.layer][i] * part.rows_of(i, i + 1)
-            there, whole = there + active * (unit.decode == GPU.executor), whole + active
-    return there / whole
+    return (
+        None if trace is None or not any(trace.fires) else measured(problem.of_kind("ffn"), trace.fires, trace.source)
+    )
 
 
 def program_of(problem: Problem, profile: NeuronProfile, device_bytes: int, host_bytes: int) -> ilp.NeuronProgram:
@@ -253,26 +177,3 @@ def _with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
         return replace(unit, active=profile.active(layer_of[unit.part], unit.lo, unit.hi, plan.batch_seqs))
 
     return replace(plan, units=tuple(map(with_share, plan.units)))
-
-
-def _reasons(plan: Plan, profile: NeuronProfile, chosen: Chosen, prompts: bool) -> tuple[str, ...]:
-    sizes, layout = plan.parts, Layout(plan)
-    ffns = [unit for unit in plan.units if sizes[unit.part].kind == "ffn"]
-    whole = sum(map(plan.unit_bytes, ffns))
-    hot = sum(plan.unit_bytes(unit) for unit in ffns if unit.home == GPU.executor)
-    predictors = {GPU.executor: 0, HOST: 0}
-    for predictor in plan.predictors:
-        predictors[predictor.home] += layout.predictor_part(predictor).nbytes
-    attention, layers = kv_layers(plan, GPU.executor), len(profile.layers)
-    where = f"predictors take {format_bytes(predictors[GPU.executor])} of device memory"
-    if predictors[HOST]:
-        where += f" and {format_bytes(predictors[HOST])} of RAM"
-    return (
-        f"a token is expected to need {profile.mean:.0%} of the FFNs' neurons: {profile.source}",
-        f"the hottest {format_bytes(hot)} of {format_bytes(whole)} of FFNs stay in device memory and make "
-        f"{device_share(plan, profile):.0%} of the active neurons; the CPU computes what is active of the others",
-        chosen.why,
-        where,
-        f"attention and KV of {attention} of {layers} layers on the device, of the others on the CPU",
-        "a prompt is read densely, the CPU's neurons by the device" if prompts else "a prompt is read densely",
-    )

@@ -76,6 +76,7 @@ class EmulatedDevice:
         return memoryview(memory)
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
+        """As `Device.upload`. `source`: uint8 [target's bytes]."""
         memory = np.frombuffer(memoryview(self._memory[target.arena]), dtype=np.uint8)
 
         def copy() -> None:

@@ -57,14 +57,14 @@ def offered(given: Sequence[Any]) -> tuple[Tool, ...]:
     """Tools in OpenAI's form, or in its shorter one (`name` beside `type`). Raises BadRequest."""
     if len(given) > MAX_TOOLS:
         raise BadRequest(f"tools has {len(given)} entries; it may have {MAX_TOOLS}")
-    found = tuple(_tool(each) for each in given)
-    names = [tool.name for tool in found]
+    offered = tuple(_tool(each) for each in given)
+    names = [tool.name for tool in offered]
     if len(set(names)) < len(names):
         raise BadRequest("tools has two of the same name")
-    nbytes = sum(len(json.dumps(tool.sent)) for tool in found)
+    nbytes = sum(len(json.dumps(tool.sent)) for tool in offered)
     if nbytes > MAX_TOOLS_BYTES:
         raise BadRequest(f"tools has {nbytes} bytes; it may have {MAX_TOOLS_BYTES}")
-    return found
+    return offered
 
 
 def _tool(given: Any) -> Tool:
@@ -96,8 +96,8 @@ def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, to
     if writing is None:
         return in_words(messages, tools), None
     one = messages if writing.between is not None else _one_by_one(messages)
-    found = [_with_calls(message, writing) for message in one]
-    return found, None if tools is None else [tool.sent for tool in tools.offered]
+    messages = [_with_calls(message, writing) for message in one]
+    return messages, None if tools is None else [tool.sent for tool in tools.offered]
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,25 +107,25 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Results are those directly behind the calls. Ids say which is whose, and of several with one id the first comes
     first. For clients may number each turn's calls anew, and Ollama's have only a function's name, which two calls may
     share."""
-    found: list[dict[str, Any]] = []
+    ordered: list[dict[str, Any]] = []
     left = deque(messages)
     while left:
         message = left.popleft()
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
-            found.append(message)
+            ordered.append(message)
             continue
         results: list[dict[str, Any]] = []
         while left and left[0].get("tool_call_id") is not None:
             results.append(left.popleft())
         for i, call in enumerate(calls):
-            found.append({**message, "content": message.get("content") if i == 0 else "", "tool_calls": [call]})
+            ordered.append({**message, "content": message.get("content") if i == 0 else "", "tool_calls": [call]})
             number = call.get("id") if isinstance(call, Mapping) else None
             place = next((at for at, each in enumerate(results) if each["tool_call_id"] == number), None)
             if place is not None:
-                found.append(results.pop(place))
-        found += results  # of calls that nobody made
-    return found
+                ordered.append(results.pop(place))
+        ordered += results  # of calls that nobody made
+    return ordered
 
 
 def _with_calls(message: dict[str, Any], writing: Writing) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def short_id(number: str) -> str:
 def in_words(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
     """A conversation for a template that knows no tools: they are told in the first message of the user, in the words
     that models of the Hermes family learn, calls become text of the assistant's, and results text of the user's."""
-    found: list[dict[str, Any]] = []
+    plain_turns: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "tool":
@@ -182,18 +182,18 @@ def in_words(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[di
         elif calls := calls_of(message):
             content = "\n".join([*([content] if content else []), *(_as_text(name, said) for name, said, _ in calls)])
         plain = {"role": role, "content": content}
-        if found and role == "user" and found[-1]["role"] == "user" and message["role"] == "tool":
-            found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{content}"}
+        if plain_turns and role == "user" and plain_turns[-1]["role"] == "user" and message["role"] == "tool":
+            plain_turns[-1] = {"role": "user", "content": f"{plain_turns[-1]['content']}\n{content}"}
         else:
-            found.append(plain)
-    first = next((i for i, message in enumerate(found) if message["role"] == "user"), None)
+            plain_turns.append(plain)
+    first = next((i for i, message in enumerate(plain_turns) if message["role"] == "user"), None)
     if tools is not None:
         told = _told(tools)
         if first is None:
-            found.append({"role": "user", "content": told})
+            plain_turns.append({"role": "user", "content": told})
         else:
-            found[first] = {"role": "user", "content": f"{told}\n\n{found[first]['content']}"}
-    return found
+            plain_turns[first] = {"role": "user", "content": f"{told}\n\n{plain_turns[first]['content']}"}
+    return plain_turns
 
 
 def _as_text(name: str, arguments: dict[str, Any]) -> str:

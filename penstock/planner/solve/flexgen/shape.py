@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, floor
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.programs.policy import Shares
+from penstock.planner.programs.whole_layers import spread_layers
+from penstock.planner.shares import split_granules
 from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import most_together
@@ -95,7 +96,7 @@ class BlockShape:
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """The complete plan of some shares. Without a device, the first share is in RAM and the second is 0."""
         problem, device = self.problem, self.main == GPU.executor
-        homes = kv_layers(problem.layers, kv)
+        homes = spread_layers(problem.layers, kv)
         tiers = [(GPU.executor, HOST, DISK.tier)[i] if device else (HOST, HOST, DISK.tier)[i] for i in homes]
         edges = [0, *(i for i in range(1, len(tiers)) if tiers[i] != tiers[i - 1]), len(tiers)]
         cut = self._units(weights)
@@ -185,64 +186,3 @@ class BlockShape:
             whole = max(whole, round_up(most_together(units, self.problem.parts), ARENA_ALIGN))
         stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
-
-
-def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
-    """Part key → (the end of its granules at home with the executor, the end of its granules in RAM). The others are on
-    the disk.
-
-    Of the layers up to any one, a faster tier never holds more than its share, and never less by more than a granule or
-    two. Of each layer the FFN's granules leave the executor first, because they are smaller."""
-    ends: dict[str, tuple[int, int]] = {}
-    total = away = disk = 0
-    for layer in sorted({part.layer for part in placed}):
-        those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
-        total += sum(part.nbytes for part in those)
-        for part in those:
-            owed = ((1 - shares[0]) * total - away) / part.granule_bytes - 1e-6
-            leaves = max(0, min(part.granules, ceil(owed)))
-            owed_to_disk = (shares[2] * total - disk) / part.granule_bytes - 1e-6
-            far = max(0, min(leaves, ceil(owed_to_disk))) if shares[1] > 0 else leaves
-            away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
-            ends[part.key] = (part.granules - leaves, part.granules - far)
-    return ends
-
-
-def whole_layers(layers: int, shares: Shares, moved: int) -> list[Shares]:
-    """Shares of KV in whole layers, near to `shares`. `moved`: the tier whose KV comes through windows.
-
-    The number of layers in this tier is even, or it is all layers. There are two windows, which layers take by turns.
-    With an odd number, the last layer and the first one would have the same window, and the first load of a pass would
-    wait for the last save of the pass before."""
-
-    def around(share: float, step: int) -> set[int]:
-        return {floor(share * layers / step + 1e-6) * step, ceil(share * layers / step - 1e-6) * step}
-
-    options = set()
-    for those in around(shares[moved], 2) | ({layers} if shares[moved] > 1 - 1e-9 else set()):
-        other = 1 if moved == 2 else 2
-        for beside in around(shares[other], 1) if shares[other] > 0 else {0}:
-            counts = [0, 0, 0]
-            counts[moved], counts[other], counts[0] = those, beside, layers - those - beside
-            if shares[0] == 0 and counts[0] and shares[other] > 0:
-                counts[0], counts[other] = 0, layers - those
-            if min(counts) >= 0:
-                options.add((counts[0] / layers, counts[1] / layers, counts[2] / layers))
-    return sorted(options)
-
-
-def kv_layers(layers: int, shares: Shares) -> list[int]:
-    """For each layer, the tier (0, 1 or 2) of its KV, so that the layers of each tier are spread evenly.
-
-    From the last layer to the first, a layer gets the tier that is furthest behind its share. So the first layers have
-    their KV at home, and a pass begins before its first load is done."""
-    counts, tiers = [0, 0, 0], []
-    whole = [int(share * layers + 1e-6) for share in shares]
-    slowest = max(tier for tier in range(3) if shares[tier] > 0)  # rounding down leaves layers, which it takes
-    whole[slowest] += layers - sum(whole)
-    for i in range(layers):
-        behind = [whole[t] * (i + 1) / layers - counts[t] if counts[t] < whole[t] else -1.0 for t in range(3)]
-        tier = max(range(3), key=lambda t: (behind[t], t))
-        counts[tier] += 1
-        tiers.append(tier)
-    return tiers[::-1]

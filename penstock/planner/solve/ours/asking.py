@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.graph.arenas import with_arenas
 from penstock.graph.asked import MOST_ROWS
 from penstock.graph.records import Records, may_be_asked
-from penstock.planner.solve.fill import Resident
+from penstock.planner.shares import Resident
 from penstock.planner.solve.ours.filling import fill_memory
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton

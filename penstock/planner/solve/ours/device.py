@@ -12,13 +12,15 @@ from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import beside_device
-from penstock.planner.solve.candidate import WHOLE, Candidate
-from penstock.planner.solve.fill import all_of, usual_chunks
+from penstock.planner.shares import all_of
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
+from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Tier
@@ -42,6 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             if plan is None:
                 continue
             any_fits = True
+            plan = (with_rows(problem, plan, share=False) if skeleton.prompts else None) or plan
             told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
             told += sentences(plan, problem.cost, problem.half_way)
             yield Candidate(_name(plan, who, skeleton), plan, told)

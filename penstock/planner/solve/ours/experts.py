@@ -16,10 +16,11 @@ from dataclasses import replace
 
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import layers_there, with_experts
-from penstock.planner.solve import fill
-from penstock.planner.solve.candidate import WHOLE, Candidate
+from penstock.planner.shares import share_slots
+from penstock.planner.sizes import CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
@@ -35,19 +36,18 @@ _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those th
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Plans that fit into both memories; none where the least does not."""
     sizes = [
-        device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False)
-        for rows in fill.chunk_options(problem.ask)
+        device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False) for rows in chunk_options(problem.ask)
     ]
     for skeleton in [*sizes, replace(smallest(problem), prompts=False)]:
-        found = False
+        any_fits = False
         for attention_layers, kv_home, delegates in device.modes(skeleton):
             mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
-                if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
+                if skeleton.chunk_rows <= CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
-                    found = True
-        if found and skeleton.chunk_rows <= fill.CHUNK_ROWS:
+                    any_fits = True
+        if any_fits and skeleton.chunk_rows <= CHUNK_ROWS:
             return
 
 
@@ -60,11 +60,11 @@ def _of_mode(skeleton: Skeleton, experts_there: bool) -> Iterator[Candidate]:
         plans = {"": filling.filled(whole, filling.in_ram, experts_there)}
         if plans[""] is None or _reads(plans[""]):
             plans = {", streamed": plans[""], ", in caches": filling.filled(whole, filling.caching, experts_there)}
-        found = {where: plan for where, plan in plans.items() if plan is not None}
-        for where, plan in found.items():
+        fitting = {where: plan for where, plan in plans.items() if plan is not None}
+        for where, plan in fitting.items():
             if bool(layers_there(plan)) == experts_there:
                 yield Candidate(_name(plan, whole, where, who), plan, _told(plan, whole))
-        if not any(map(_ffn_elsewhere, found.values())):
+        if not any(map(_ffn_elsewhere, fitting.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
@@ -95,12 +95,12 @@ def _cached_there(skeleton: Skeleton) -> Plan | None:
     budget = problem.spare_bytes(plan([1] * len(experts)), GPU.executor)
     if budget is None:
         return None
-    slots = fill.share_slots(experts, budget - 2 * ARENA_ALIGN)
+    slots = share_slots(experts, budget - 2 * ARENA_ALIGN)
     if min(slots) == max(part.experts for part in experts):
         return None
-    found = plan(slots)
-    if problem.fits(found, HOST):
-        return found if problem.fits(found) else None
+    whole = plan(slots)
+    if problem.fits(whole, HOST):
+        return whole if problem.fits(whole) else None
     return filling.caching(skeleton, on_device, caches(slots))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.solve.fill import Resident, all_of, share_out, share_slots
+from penstock.planner.shares import Resident, all_of, share_out, share_slots
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, within_device
 from penstock.spec.parts import PINNED

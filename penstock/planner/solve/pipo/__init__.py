@@ -13,11 +13,12 @@ from functools import cache, partial
 from itertools import product
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import by_equation_1, in_pipeline
 from penstock.planner.programs import pipo_memory as memory
 from penstock.planner.programs.pipo_memory import Configuration
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, chunk_options
+from penstock.planner.shares import Resident
+from penstock.planner.sizes import chunk_options
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.parts import PINNED

@@ -2,8 +2,9 @@
 
 Device memory goes to the items that save the most seconds a byte: a layer's attention with its KV, granules of its FFN,
 the head (Eq. 14). Of the rest of each FFN, the link lifts r_CG and the CPU computes r_CC, as is best for decode
-(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). The runtime can
-give the device all rows of a chunk or none, so the better of these two is planned. The best n_g stands in the reasons.
+(Eq. 13). Where a prompt is read, the device computes n_g of its tokens with the CPU's weights (Eq. 15). Memory is
+assigned as if n_g were all rows or none, whichever is better. There are two candidates: that plan, in which short
+prompts are the CPU's, and the same with the best n_g of each layer and each length of a chunk.
 
 Two things differ from the paper. The paper assigns memory for decode alone; here a prompt counts as much as the ask has
 of it. The paper knows no disk, so here is no plan if RAM does not hold the rest. `ours/device` has plans that read a
@@ -16,18 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from penstock.planner.homes import weights_bytes
-from penstock.planner.programs.slicing import Option, assign, best_n_g, best_r_cg
-from penstock.planner.solve.candidate import Candidate
-from penstock.planner.solve.fill import Resident, page_tokens, share_out, shared_tokens, usual_chunks
+from penstock.planner.candidate import Candidate
+from penstock.planner.paper_reasons import in_slices
+from penstock.planner.programs.slicing import Option, assign, best_r_cg
+from penstock.planner.shares import Resident, share_out
+from penstock.planner.sizes import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
+from penstock.planner.solve.scheinfer.rows import best_rows, with_rows
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
-from penstock.units import format_bytes
 
 NAME = "slicing (ScheInfer)"
 _STEPS = 16  # r_GG is a multiple of 1/16 at first (n_G of Eq. 14); memory that is left then is filled by granules
@@ -86,7 +88,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
-        yield Candidate(NAME, plan, _reasons(plan, slices, work))
+        whole = with_rows(problem, plan, share=False) or plan
+        yield Candidate(NAME, whole, _reasons(whole, slices, work))
+        skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
+        shared = with_rows(problem, plan_of(skeleton, replace(slices, prompts=True)), share=True)
+        if shared is not None and problem.fits(shared):
+            yield Candidate(f"{NAME}, rows of prompts shared", shared, _reasons(shared, slices, work))
 
 
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
@@ -196,28 +203,14 @@ def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
 def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
     """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
     step = next(step for step, _ in work.chunks(chunk_rows))
-    shares = Shares(slices.r_gg[layer], attends=slices.attends[layer])
-    finish_s = work.prompt_s(work.problem.spec.layers[layer], step, shares, slices.r_cg[layer])
-    return best_n_g(finish_s, step.total_rows)[0], step.total_rows
+    key = (work.problem.spec.layers[layer], slices.attends[layer], slices.r_gg[layer], slices.r_cg[layer])
+    return best_rows(work, key, step), step.total_rows
 
 
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
-    layers = len(slices.r_gg)
-    r_gg, r_cg = sum(slices.r_gg) / layers, sum(slices.r_cg) / layers
-    there = format_bytes(weights_bytes(plan)[GPU.executor])
-    n_g, rows = tokens_of(work, slices, layers // 2, plan.chunk_rows)
-    whole = sum(slices.attends)
+    """Sentences about the slices, with the seconds of the first layer and the best n_g of a layer in the middle."""
     block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
-    alone, best = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
-    lifts = any(
-        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
-    )
-    return (
-        f"{there} of {format_bytes(work.problem.total_bytes)} of weights stay in device memory, by what a byte saves"
-        f" there: attention and KV of {whole} of {layers} layers, {r_gg:.0%} of the FFNs (r_GG)",
-        f"of the FFNs the link lifts {r_cg:.0%} (r_CG) and the CPU computes {1 - r_gg - r_cg:.0%} (r_CC): the first"
-        f" layer takes {best * 1e3:.2f} ms, without the link {alone * 1e3:.2f}",
-        f"of a chunk of {rows} tokens the device had best take {n_g} with the CPU's weights (n_g);"
-        f" it can take all or none: {'all' if slices.prompts else 'none'}",
-        *([lift_reason(work.problem, work.ring_bytes)] if lifts else []),
-    )
+    alone_s, layer_s = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
+    n_g = tokens_of(work, slices, len(slices.r_gg) // 2, plan.chunk_rows)
+    lifts = lift_reason(work.problem, work.ring_bytes)
+    return in_slices(plan, slices.r_gg, slices.r_cg, layer_s, alone_s, n_g, slices.prompts, lifts)

@@ -21,7 +21,7 @@ from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.programs.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
-from penstock.planner.solve.fill import all_of
+from penstock.planner.shares import all_of
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import RING_BYTES, device_skeleton
 from penstock.spec.model import Layer

@@ -52,7 +52,9 @@ class TorchBinding:
         tasks that are alike, for to look at all calls of a step takes longer than to launch it."""
         numbers = self._numbers.get(task.like) if task.like >= 0 else None
         if numbers is None:
-            numbers = {call.batch.id: i for i, call in enumerate(task.calls) if call.batch is not None}
+            # The one with the most rows: other calls may be for some of a batch's rows, and ask for no tables.
+            batches = [(call.batch, i) for i, call in enumerate(task.calls) if call.batch is not None]
+            numbers = {batch.id: i for batch, i in sorted(batches, key=lambda entry: entry[0].total_rows)}
             if task.like >= 0:
                 self._numbers[task.like] = numbers
         for number, i in numbers.items():

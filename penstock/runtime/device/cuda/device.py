@@ -113,6 +113,7 @@ class TorchDevice:
             module.current_stream(self._device).synchronize()
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:
+        """As `Device.upload`. `source`: uint8 [target's bytes]."""
         device_bytes, host_bytes = self._memory[target.arena][target.lo : target.hi], torch.from_numpy(source)
         return self._lanes.enqueue(
             GPU.to_device, lambda: _ignored(device_bytes.copy_(host_bytes, non_blocking=True)), ()

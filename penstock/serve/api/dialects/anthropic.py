@@ -175,13 +175,13 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     Raises BadRequest where a block is the other side's."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     message: dict[str, Any] = {"role": turn.role, "content": ""}
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
             _require(turn.role == "user", "tool_result", "user")
             result = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
         elif isinstance(block, ToolUseBlock):
             _require(turn.role == "assistant", "tool_use", "assistant")
             call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
@@ -190,8 +190,8 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
             message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         else:
             message["content"] += block.text
-    said = message["content"] or "tool_calls" in message or not found
-    return [*found, message] if said else found
+    said = message["content"] or "tool_calls" in message or not messages
+    return [*messages, message] if said else messages
 
 
 def _require(good: bool, block: str, role: str) -> None:
@@ -305,10 +305,10 @@ def _use(name: str) -> dict[str, Any]:
 def _object(arguments: str) -> dict[str, Any]:
     """Arguments of a call; those of one that was cut are none."""
     try:
-        found = json.loads(arguments)
+        parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _end(answer: Generation, calls: bool) -> dict[str, Any]:

@@ -124,30 +124,30 @@ class ResponsesRequest(Sent):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The items as chat templates take them: calls that follow each other are one message's."""
-        found: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         thought = ""
         for item in self.input:
             if isinstance(item, ReasoningItem):
                 thought += _text(item.content or "")
                 continue
             if isinstance(item, OutputItem):
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
             elif isinstance(item, CallItem):
                 call = {
                     "id": item.call_id, "type": "function",
                     "function": {"name": item.name, "arguments": item.arguments},
                 }  # fmt: skip
-                if not (found and found[-1]["role"] == "assistant"):
-                    found.append({"role": "assistant", "content": ""})
-                found[-1].setdefault("tool_calls", []).append(call)
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 role = "system" if item.role == "developer" else item.role
-                found.append({"role": role, "content": _text(item.content)})
-            if thought and found[-1]["role"] == "assistant":
-                found[-1]["reasoning_content"], thought = thought, ""
-        return found
+                messages.append({"role": role, "content": _text(item.content)})
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"], thought = thought, ""
+        return messages
 
     def callable(self) -> Tools | None:
         """The functions that the answer may call. Raises BadRequest."""
@@ -292,23 +292,23 @@ class _Events:
         item = self._open
         if item is None:
             return []
-        found: list[bytes] = []
+        events: list[bytes] = []
         if item["type"] == "function_call":
             kind = "response.function_call_arguments.done"
-            found.append(self.event(kind, **self._where(), name=item["name"], arguments=item["arguments"]))
+            events.append(self.event(kind, **self._where(), name=item["name"], arguments=item["arguments"]))
         else:
             (part,) = item["content"]
             name = "output_text" if item["type"] == "message" else "reasoning_text"
             logprobs: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
-            found.append(
+            events.append(
                 self.event(f"response.{name}.done", **self._where(), content_index=0, text=part["text"], **logprobs)
             )
-            found.append(self.event("response.content_part.done", **self._where(), content_index=0, part=part))
+            events.append(self.event("response.content_part.done", **self._where(), content_index=0, part=part))
         item["status"] = status
-        found.append(self.event("response.output_item.done", output_index=len(self.items), item=item))
+        events.append(self.event("response.output_item.done", output_index=len(self.items), item=item))
         self.items.append(item)
         self._open = None
-        return found
+        return events
 
     def _turn_to(self, kind: str) -> list[bytes]:
         if self._open is not None and self._open["type"] == kind:
@@ -318,11 +318,11 @@ class _Events:
     def _begin(self, item: dict[str, Any]) -> list[bytes]:
         self._open = {**item, "status": "in_progress"}
         shown = {**self._open, "content": []} if "content" in item else self._open
-        found = [self.event("response.output_item.added", output_index=len(self.items), item=shown)]
+        events = [self.event("response.output_item.added", output_index=len(self.items), item=shown)]
         if "content" in item:
             part = item["content"][0]
-            found.append(self.event("response.content_part.added", **self._where(), content_index=0, part=part))
-        return found
+            events.append(self.event("response.content_part.added", **self._where(), content_index=0, part=part))
+        return events
 
     def _more(self, kind: str, text: str, **more: Any) -> bytes:
         assert self._open is not None, "an item was turned to"
@@ -336,13 +336,13 @@ class _Events:
 
 def _items(read: Collected, cut: bool) -> list[dict[str, Any]]:
     """All items of an answer, of which the last one is incomplete where the answer was cut."""
-    found = [_item("reasoning", read.thought)] if read.thought else []
+    items = [_item("reasoning", read.thought)] if read.thought else []
     if read.said or not read.calls:
-        found.append(_item("message", read.said))
-    found += [_call_item(call.name, call.arguments) for call in read.calls]
-    for item in found:
-        item["status"] = "incomplete" if cut and item is found[-1] else "completed"
-    return found
+        items.append(_item("message", read.said))
+    items += [_call_item(call.name, call.arguments) for call in read.calls]
+    for item in items:
+        item["status"] = "incomplete" if cut and item is items[-1] else "completed"
+    return items
 
 
 def _item(kind: str, text: str) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.planner.bound import score_s
 from penstock.planner.predict import Prediction
+from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan
 
 WHOLE = "device memory"  # the strategy that has all weights there. Where it is possible no other one is asked for
@@ -26,9 +28,18 @@ class Candidate(NamedTuple):
     cannot_run: str = ""
     lossy: str = ""
 
+    @property
+    def may_be_chosen(self) -> bool:
+        """Whether the runtime can run the plan, and its answers are the model's."""
+        return not self.lossy and not self.cannot_run
+
 
 class Compared(NamedTuple):
     """A candidate and the prediction of its plan."""
 
     candidate: Candidate
     prediction: Prediction
+
+    def score_s(self, ask: Ask) -> float:
+        """Seconds that the ask's objective brings down, as simulated."""
+        return score_s(self.prediction, self.candidate.plan, ask)

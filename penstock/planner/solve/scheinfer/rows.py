@@ -1,0 +1,93 @@
+"""Token assignment (ScheInfer Eq. 15): how many rows of a prompt's chunk a device had best compute with the CPU's
+weights, for each layer and length of a chunk."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from penstock.planner.programs.slicing import best_n_g
+from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, PassSize, Shares
+from penstock.spec.model import Layer
+from penstock.spec.places import GPU, HOST
+from penstock.spec.plan import DeviceRows, Plan
+
+Sliced = tuple[Layer, bool, float, float]  # a layer, whether the device attends, and of its FFN r_GG and r_CG
+
+
+def with_rows(problem: Problem, plan: Plan, share: bool) -> Plan | None:
+    """The plan with an n_g for each layer and length of a chunk: the best one, or without `share` all rows or none.
+    None where no layer has units in RAM that the CPU computes in decode and the device where prompts are read, or where
+    the tables make no difference."""
+    work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
+    known: dict[Sliced, tuple[tuple[int, int], ...]] = {}
+    tables = []
+    for i, sliced in _sliced(problem, plan):
+        if sliced not in known:
+            known[sliced] = tuple(_table(work, sliced, plan.chunk_rows, share))
+        tables.append((i, known[sliced]))
+    if not tables or not all(table for _, table in tables):
+        return None  # some layer's rows are all the CPU's at any length, which no pass that reads prompts does
+    if not any(cpu or (rows > 1 and not share) for _, table in tables for rows, cpu in table):
+        return None
+    rows = tuple(DeviceRows(i, *map(tuple, zip(*table, strict=True))) for i, table in tables)
+    return replace(plan, device_rows=rows)
+
+
+def best_rows(work: LayerWork, sliced: Sliced, step: PassSize) -> int:
+    """The best n_g of a pass."""
+    return best_n_g(_finish(work, sliced, step), step.total_rows)[0]
+
+
+def _finish(work: LayerWork, sliced: Sliced, step: PassSize) -> Callable[[int], float]:
+    """n_g → the layer's period in seconds."""
+    layer, attends, r_gg, r_cg = sliced
+    return work.prompt_s(layer, step, Shares(r_gg, attends=attends), r_cg)
+
+
+def _sliced(problem: Problem, plan: Plan) -> Iterator[tuple[int, Sliced]]:
+    """(layer, how its FFN is sliced) of layers whose rows can be shared."""
+    ffns, there = {part.key: [0, 0, True] for part in problem.of_kind("ffn")}, set[str]()
+    for unit in plan.units:
+        found = ffns.get(unit.part)
+        if found is None:
+            continue
+        found[0] += (unit.hi - unit.lo) * (unit.home == GPU.executor)
+        found[1] += (unit.hi - unit.lo) * (unit.home != unit.decode == GPU.executor)
+        found[2] = found[2] and unit.prefill == GPU.executor and (unit.decode == GPU.executor or unit.home == HOST)
+        there |= {unit.part} if unit.decode == HOST else set()
+    attends = {i for home in plan.kv if home.attend == GPU.executor for i in range(*home.layers)}
+    for key, (there_granules, lifted, may) in ffns.items():
+        part = problem.parts[key]
+        if may and key in there:
+            shares = there_granules / part.granules, lifted / part.granules
+            yield part.layer, (problem.spec.layers[part.layer], part.layer in attends, *shares)
+
+
+def _table(work: LayerWork, sliced: Sliced, chunk_rows: int, share: bool) -> Iterator[tuple[int, int]]:
+    """(rows of a chunk, those of them that the CPU had best take), for lengths from the least at which the device had
+    best take any, each twice the one before, up to whole chunks. Without `share` the least length alone at which it is
+    faster with all rows than with none."""
+
+    def step(rows: int) -> PassSize:
+        return PassSize("prefill", 1, rows, max(0, (work.problem.ask.prompt_tokens - rows) // 2))
+
+    def takes_any(rows: int) -> bool:
+        if share:
+            return best_rows(work, sliced, step(rows)) > 0
+        finish_s = _finish(work, sliced, step(rows))
+        return finish_s(rows) < finish_s(0)
+
+    least = bisect_left(range(1, chunk_rows + 1), True, key=takes_any) + 1
+    if least > chunk_rows:
+        return
+    if not share:
+        yield least, 0
+        return
+    rows = least
+    while rows < chunk_rows:
+        yield rows, rows - max(1, best_rows(work, sliced, step(rows)))
+        rows *= 2
+    yield chunk_rows, chunk_rows - max(1, best_rows(work, sliced, step(chunk_rows)))

@@ -1,0 +1,40 @@
+"""What bench.predict says of the quick probe and of renewed promises, from rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.predict_quick import line, summary
+
+
+def row(quick: float, learnt: float, renewed: float | None, runs: int, drift: float = 0.0) -> dict[str, Any]:
+    """A run of 10 tokens a second, whose first token took 1 s."""
+
+    def figures(decode: float) -> dict[str, float]:
+        return {"decode_tokens_per_s": decode, "ttft_s": 1.0}
+
+    return {
+        "decode_tokens_per_s": 10.0, "ttft_s": 1.0, "decode_error": 0.10, "quick": figures(quick),
+        "learnt": figures(learnt), "renewed": None if renewed is None else figures(renewed), "runs_before": runs,
+        "drift_in_run": drift,
+    }  # fmt: skip
+
+
+def told(*rows: dict[str, Any]) -> dict[str, Any]:
+    return summary(rows, lambda each: each["drift_in_run"] <= 0.1)
+
+
+def test_medians_and_bars() -> None:
+    found = told(row(12, 20, 10.3, 0), row(11, 11, 9.8, 10), row(13, 11.1, 10.0, 15), row(8, 9, 20, 20, drift=0.5))
+    assert round(found["quick_decode_tokens_per_s_error_median"], 6) == 0.2
+    assert round(found["learnt_decode_tokens_per_s_error_median"], 6) == 0.1 and found["learnt_settings"] == 3
+    assert found["renewed_settings"] == 3 and found["renewed_left_out"] == 1
+    assert round(found["renewed_decode_tokens_per_s_error_worst"], 6) == 0.03
+    assert found["within"]["learnt"] is True and found["within"]["renewed"] is False  # a quarter was left out
+    assert found["within"]["quick"] is (found["quick_decode_tokens_per_s_error_median"] <= 0.2)
+
+
+def test_where_nothing_can_be_said() -> None:
+    found = told(row(12, 12, None, 0))
+    assert found["within"] == {"quick": True, "learnt": None, "renewed": None} or found["within"]["quick"] is False
+    assert line(row(12, 11, None, 3)) == "quick +20%, after 3 runs +10%, renewed –"
