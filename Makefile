@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
+.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-accuracy bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -65,6 +65,9 @@ bench-fit: .venv/run.stamp ## a 2.5 GB model within 1500 MiB of memory, in a cgr
 
 bench-quality: .venv/run.stamp ## what int8 and int4 cost the bundled model, as weights and as KV cache: perplexity and KL divergence
 	@$(BIN)/python -m bench.quality
+
+bench-accuracy: .venv/run.stamp ## FlexGen's Table 5 for three small models: 4 bits, of weights and of KV: perplexity, LAMBADA's last words
+	@$(BIN)/python -m bench.accuracy $(ARGS)
 
 bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention
 	@$(BIN)/python -m bench.cpu $(ARGS)

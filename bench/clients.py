@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import statistics
@@ -53,8 +54,15 @@ class Server:
 
     def rss_bytes(self) -> int:
         """Memory of the server and of the processes that it started."""
-        children = Path(f"/proc/{self.process_id}/task/{self.process_id}/children").read_text().split()
-        return sum(_rss_bytes(int(pid)) for pid in (self.process_id, *children))
+        return sum(map(_rss_bytes, self._processes()))
+
+    def cpu_s(self) -> float:
+        """Processor time of these so far."""
+        return sum(map(cpu_s, self._processes()))
+
+    def _processes(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process_id}/task").iterdir()  # whichever thread started them
+        return [self.process_id, *(int(pid) for task in tasks for pid in (task / "children").read_text().split())]
 
     def settle(self) -> None:
         """Waits until no request is there. Ends the bench where that takes longer than an answer may."""
@@ -253,6 +261,15 @@ def medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of every number that all rounds have, beside what each round gave."""
     names = [name for name, value in found[0].items() if isinstance(value, float | int)]
     return {name: statistics.median(each[name] for each in found) for name in names} | {"by_round": list(found)}
+
+
+def cpu_s(process_id: int) -> float:
+    """Processor time of a process so far; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rss_bytes(pid: int) -> int:

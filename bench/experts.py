@@ -8,7 +8,8 @@ cannot follow and nobody guesses. Both engines are warmed by the same few tokens
 for its predictions are of caches in their steady state. Ceilings are read right before and right after what is
 measured. Two bounds of a token: max(missed bytes / disk, active bytes / RAM), and the chain of layers, whose experts
 are known one layer at a time: of each layer what is not an expert / RAM + max(missed bytes / disk at reads of one
-expert, active experts' bytes / RAM). GB are 10^9 bytes. The last line is one JSON object.
+expert, active experts' bytes / RAM). GB are 10^9 bytes. `--config` takes another shape in its place, to try the bench
+out: budgets shrink with its weights. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from penstock.runtime.probe import load_or_probe
 from penstock.runtime.this_machine import cpu_name
 from penstock.serve.shapes import locate
 from penstock.spec.format import parse_format
+from penstock.spec.parts import parts
+from penstock.store.packed import read_config
 from penstock.store.synth import synth
 
-SHAPE = "qwen3-30b-a3b"
+SHAPE, WEIGHTS = "qwen3-30b-a3b", "int4"
 TABLES = {"uniform": 0.0, "skewed": 0.5}  # how the norms of routers' rows fall
 BUDGETS_GB = ("13.5", "9.2", "4.9")
 CONTEXT, PREFILL_TOKENS, PREFILL_GB = 1024, 512, "9.2"
@@ -57,19 +60,25 @@ Figures = dict[str, Any]
 class Bench:
     """The models of `folder`, of one table at a time: two do not fit on a common disk."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.cache, self.shape = folder, folder / "cache", locate(Path(SHAPE))
-        self.config = self.shape / "config.json" if self.shape.is_dir() else self.shape
+    def __init__(self, folder: Path, config: Path | None) -> None:
+        whole = locate(Path(SHAPE))
+        self.folder, self.cache, self.config = folder, folder / "cache", config or whole
+        self.name = config.stem if config else SHAPE
+        self.scale = weights_bytes(self.config) / weights_bytes(whole)
         self.threads = host.usable_cpus()
         self.table = ""
 
+    def limit(self, gb: str) -> int:
+        """The bytes of a budget."""
+        return whole_pages(round(float(gb) * 1e9 * self.scale))
+
     @property
     def packed(self) -> Path:
-        return self.folder / f"{SHAPE}-int4-{self.table}"
+        return self.folder / f"{self.name}-{WEIGHTS}-{self.table}"
 
     @property
     def gguf(self) -> Path:
-        return self.folder / f"{SHAPE}-q4_0-{self.table}.gguf"
+        return self.folder / f"{self.name}-q4_0-{self.table}.gguf"
 
     def make(self, table: str) -> None:
         """Writes what is missing of the table's models, and removes the other table's."""
@@ -80,7 +89,7 @@ class Bench:
         self.table = table
         if not self.packed.exists():
             tell(f"writing {self.packed.name}")
-            synth(self.config, self.packed, parse_format("int4"), router_skew=TABLES[table])
+            synth(self.config, self.packed, parse_format(WEIGHTS), router_skew=TABLES[table])
         if not self.gguf.exists():
             tell(f"writing {self.gguf.name}")
             gguf.write(self.config, self.gguf, TABLES[table])
@@ -103,6 +112,11 @@ class Bench:
         """Of large reads, or of reads of one expert."""
         files = sorted(self.packed.glob("*.safetensors"))
         return Ceilings(files) if expert_bytes is None else Ceilings(files, (expert_bytes,), EXPERT_DEPTHS)
+
+
+def weights_bytes(config: Path) -> int:
+    """Of the shape of a config.json."""
+    return sum(part.granules * part.granule_bytes for part in parts(read_config(config)[1], parse_format(WEIGHTS)))
 
 
 def measured(bench: Bench, worker: Worker, command: str, tokens: int) -> Figures:
@@ -148,7 +162,7 @@ def measured(bench: Bench, worker: Worker, command: str, tokens: int) -> Figures
 def budget(bench: Bench, gb: str, table: str, rounds: int | None, beside: bool) -> Figures:
     """Rounds of ours and the peer's turns within so many GB. `table` "local" is of injected answers."""
     warm, tokens, usual = TOKENS[gb]
-    limit = whole_pages(round(float(gb) * 1e9))
+    limit = bench.limit(gb)
     found, facts = [], {}
     for i in range(rounds or usual):
         figures: Figures = {}
@@ -225,7 +239,7 @@ def resident(bench: Bench, rounds: int) -> Figures:
 
 def prefill(bench: Bench, rounds: int) -> Figures:
     """Of one prompt within a budget, beside max(its bytes / disk, the time of the same round with all in memory)."""
-    limit = whole_pages(round(float(PREFILL_GB) * 1e9))
+    limit = bench.limit(PREFILL_GB)
     found = []
     for i in range(rounds):
         figures: Figures = {}
@@ -262,6 +276,7 @@ def _medians(found: list[Figures]) -> Figures:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (35 GB); default a temporary folder")
+    parser.add_argument("--config", type=Path, help=f"config.json of another shape than {SHAPE}")
     parser.add_argument("--only", nargs="+", choices=("resident", "prefill", *BUDGETS_GB), help="default all")
     parser.add_argument("--tables", nargs="+", choices=(*TABLES, "local"), default=(*TABLES, "local"))
     parser.add_argument("--rounds", type=int, help="default 3, of the smallest budget 2")
@@ -271,7 +286,7 @@ def main() -> None:
     results: Figures = {}
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        bench = Bench((wanted.folder or Path(temporary)).resolve())
+        bench = Bench((wanted.folder or Path(temporary)).resolve(), wanted.config)
         bench.folder.mkdir(parents=True, exist_ok=True)
         for table in TABLES:
             tables = [t for t in wanted.tables if t == table or (t == "local" and table == "uniform")]

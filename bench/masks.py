@@ -46,8 +46,7 @@ SCHEMA: dict[str, Any] = {
 
 def vocabulary(size: int) -> list[str]:
     """So many entries, as a byte-level tokenizer spells them: letters, runs of marks, and made-up words, half of them
-    behind a space. One in a hundred has a quotation mark, none of them a word's: of starcoder's real vocabulary so many
-    have one, of others fewer."""
+    behind a space. One in two hundred has a quotation mark, none of them a word: as in real vocabularies."""
     chosen, found = random.Random(1), {chr(code): None for code in range(33, 127)} | {"Ġ": None, "Ċ": None}
     for run in itertools.chain(itertools.product(_MARKS, repeat=2), itertools.product(_MARKS, repeat=3)):
         found |= {"".join(run): None, "Ġ" + "".join(run): None}
@@ -90,8 +89,9 @@ class Held(Stream):
         }  # fmt: skip
 
 
-def speed(server: Server, held: bool, temperature: float) -> float:
-    """Tokens/s of eight streams together, of which each asks again when its answer ends."""
+def speed(server: Server, held: bool, temperature: float) -> tuple[float, float]:
+    """(tokens/s of eight streams together, processor seconds of the server and its child for a token). Each stream asks
+    again when its answer ends."""
 
     def ask(client: int, turn: int) -> Stream:
         # Their first answers are shorter, each by another length, so that they do not all end in the same pass.
@@ -100,14 +100,17 @@ def speed(server: Server, held: bool, temperature: float) -> float:
         return stream
 
     with kept_busy(server, ask, STREAMS):
+        before_s, tokens = server.cpu_s(), server.gauge("output_tokens_total")
         found = counted_tokens_per_s(server, TURN_S)
+        spent_s = (server.cpu_s() - before_s) / (server.gauge("output_tokens_total") - tokens)
     server.settle()
-    return found
+    return found, spent_s
 
 
 def measure(config: Path, folder: Path, turns: int) -> dict[str, Any]:
     """`masks_cost_at_1`: the share of the speed that masks take at temperature 1, the median over turns of
-    1 - with / without. `…_at_0`: greedily."""
+    1 - with / without. `…_at_0`: greedily. `masks_cpu_cost_…`: the same of tokens for a processor second, which says
+    more where others disturb."""
     model = with_words(config, folder / f"{config.stem}-int4-words")
     flags = ("--batch", STREAMS, "--context", CONTEXT, "--prompt-tokens", 4, "--output-tokens", ANSWER_TOKENS)
     figures: dict[str, Any] = {}
@@ -115,14 +118,20 @@ def measure(config: Path, folder: Path, turns: int) -> dict[str, Any]:
         for held in (False, True):
             speed(server, held, 1.0)  # not counted
         for temperature in (1.0, 0.0):
-            costs, speeds = [], []
+            costs, cpu_costs, speeds = [], [], []
             for turn in range(turns):
                 order = (False, True) if turn % 2 == 0 else (True, False)
                 found = {held: speed(server, held, temperature) for held in order}
-                costs.append(1 - found[True] / found[False])
-                speeds.append(found[False])
-                tell(f"temperature {temperature:g}: {found[False]:.1f} tokens/s, {found[True]:.1f} with masks")
+                (plain, plain_s), (masked, masked_s) = found[False], found[True]
+                costs.append(1 - masked / plain)
+                cpu_costs.append(1 - plain_s / masked_s)
+                speeds.append(plain)
+                spent = f"{1000 * plain_s:.2f} and {1000 * masked_s:.2f} ms of processor time a token"
+                tell(f"temperature {temperature:g}: {plain:.1f} tokens/s, {masked:.1f} with masks; {spent}")
             name = f"at_{temperature:g}"
-            figures[f"masks_cost_{name}"], figures[f"masks_costs_{name}"] = statistics.median(costs), costs
-            figures[f"tokens_per_s_{name}"] = statistics.median(speeds)
+            figures |= {
+                f"masks_cost_{name}": statistics.median(costs), f"masks_costs_{name}": costs,
+                f"masks_cpu_cost_{name}": statistics.median(cpu_costs), f"masks_cpu_costs_{name}": cpu_costs,
+                f"tokens_per_s_{name}": statistics.median(speeds),
+            }  # fmt: skip
     return figures

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.clients import cpu_s
 from bench.page_shots import FLAGS
 
 _ANSWER_S = 30.0
@@ -147,15 +148,6 @@ def opened(url: str, folder: Path) -> Iterator[Tab]:
             process.kill()
             process.wait()
         os.close(read)
-
-
-def cpu_s(process_id: int) -> float:
-    """Processor time of a process so far; 0 where it has ended."""
-    try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _command(process_id: int) -> str:

@@ -59,8 +59,8 @@ SHARES = (0.8, 0.5, 0.15)  # of the limit, that accelerate keeps of the weights:
 class Setting:
     """One shape within one limit, and what each round gives. `peers`: turns beside ours, by name."""
 
-    def __init__(self, engines: BlockEngines, name: str) -> None:
-        self.engines, self.name = engines, name
+    def __init__(self, engines: BlockEngines, name: str, steps: int = 0) -> None:
+        self.engines, self.name, self.steps = engines, name, steps
         self.shape, gb, ask = SETTINGS[name]
         self.limit = whole_pages(round(gb * 1e9))
         self.ask = Ask(**{**_fields(ask), "host_memory_bytes": self.limit, "objective": "throughput"})
@@ -109,7 +109,7 @@ class Setting:
         }
 
     def _run(self, policy: Policy) -> Figures:
-        figures = answered(self.engines, self.ceilings, self.shape, self.limit, policy.ask, policy.plan)
+        figures = answered(self.engines, self.ceilings, self.shape, self.limit, policy.ask, policy.plan, self.steps)
         self.errors += figures["errors"].values()
         tell(f"{self.name}, {policy.name}: {line(figures)}")
         return figures
@@ -203,6 +203,9 @@ def main() -> None:
     parts = (*SETTINGS, "policies", "kv", "timed")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--policies", type=int, help="run so many at most; default all")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="a look: only so many decode passes, behind prompts that nobody read"
+    )
     parser.add_argument("--characters", type=int, default=100_000, help="of the text for `kv`")
     wanted = parser.parse_args()
     start_s, results, errors = time.perf_counter(), dict[str, Any](), list[float]()
@@ -213,7 +216,7 @@ def main() -> None:
         for shape in dict.fromkeys(SETTINGS[name][0] for name in names):
             engines.write(shape)
         for name in names:
-            setting = Setting(engines, name)
+            setting = Setting(engines, name, wanted.steps)
             if name in wanted.only:
                 results[name] = setting.measure(wanted.rounds)
             if name == "1b_0.6" and "policies" in wanted.only:

@@ -77,18 +77,20 @@ class BlockEngines(Engines):
 
 
 def answered(
-    engines: BlockEngines, ceilings: Ceilings, shape: str, limit: int, ask: Ask, plan: Plan | None = None
-) -> Figures:
-    """One block of our answers: prompts, and then decoding between two readings of the ceilings.
+    engines: BlockEngines, ceilings: Ceilings, shape: str, limit: int, ask: Ask, plan: Plan | None = None,
+    steps: int = 0,
+) -> Figures:  # fmt: skip
+    """One block of our answers: prompts, and then decoding between two readings of the ceilings. `steps`: only so many
+    decode passes, behind prompts that nobody read; then prompts are taken to last as promised.
 
     `share_of_bound`: of a decode pass. It takes at least as long as the disk needs for what streams, as the processor
     needs for the products (INT8_SHARE of int8's peak, float32's peak for weights in floats), and as RAM needs for the
     weights, whichever is longest. `errors`: by how much each promise was off."""
     with engines.block(shape, limit, ask, plan) as (worker, cgroup):
         facts = worker.facts
-        prompts = worker.ask("prompts", 0)
+        prompts = {"seconds": facts["predicted_prompts_s"]} if steps else worker.ask("prompts", 0)
         before, kind = _now(ceilings, engines.threads), "float32" if shape == "1b_bf16" else "int8"
-        decode = worker.ask("decode", 0)
+        decode = worker.ask("steps", steps) if steps else worker.ask("decode", 0)
         after = _now(ceilings, engines.threads)
         peak = cgroup.peak_bytes() if cgroup else 0
     disk, ram, ops = (statistics.mean((before[name], after[name])) for name in ("disk", "ram", kind))

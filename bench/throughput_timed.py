@@ -20,7 +20,7 @@ import penstock
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Stream, Task
-from penstock.planner.bound import score_s
+from penstock.planner.bound import score_s, sequences
 from penstock.planner.cost import Cost
 from penstock.planner.families import FAMILIES, plan_of
 from penstock.planner.routing import Replay
@@ -78,9 +78,10 @@ def runs(cases: Sequence[tuple[str, str, str, int]] = CASES) -> Iterator[Run]:
 
 
 def steps(plan: Plan, ask: Ask) -> list[Pass]:
-    """Decode passes of one sequence, WARM of them and TIMED, and a chunk of a prompt of another time."""
-    at = ask.prompt_tokens
-    decode = [passes.decode(plan, (0,), (at + i,), passes.DECODE) for i in range(WARM + TIMED)]
+    """Decode passes of all sequences, WARM of them and TIMED, and then a chunk of a prompt."""
+    seqs = range(sequences(plan, ask))
+    at = [min(ask.prompt_tokens + i, plan.context - 1) for i in range(WARM + TIMED)]
+    decode = [passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE) for position in at]
     chunk = list(passes.prefill(plan, 0, min(ask.prompt_tokens, plan.chunk_rows), Stream("prefill", True)))[:1]
     return [*decode, *chunk]
 
@@ -139,11 +140,14 @@ def _measured(plan: Plan, wanted: Sequence[Pass], cost: Cost, scale: float) -> l
     return found
 
 
+def all_timed(wanted: Sequence[Run]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(timed, wanted))
+
+
 def measure() -> dict[str, Any]:
     """What the bench's last line says of rivals, and every row."""
-    wanted = list(runs())
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = list(pool.map(timed, wanted))
+    rows = all_timed(list(runs()))
     errors = [
         abs(row[name]["measured"] / row[name]["simulated"] - 1)
         for row in rows

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "bind_types.h"
 #include "cpu.h"
 #include "file.h"
 #include "kernels.h"
@@ -132,11 +133,6 @@ void check_read(std::int64_t offset, std::int64_t nbytes) {
     if (offset < 0 || nbytes < 0) throw nb::value_error("offset and nbytes must not be negative");
 }
 
-// Checksums that several readers may share.
-struct Checksums {
-    std::shared_ptr<Sums> sums;
-};
-
 Checksums make_checksums(const nb::bytes& content) {
     if (content.size() % 8 != 0) throw nb::value_error("checksums have 8 bytes each");
     return {std::make_shared<Sums>(static_cast<const std::byte*>(content.data()), content.size() / 8)};
@@ -175,26 +171,6 @@ PyObject* damaged_type = nullptr;  // the exception _native.Damaged; never freed
     throw nb::python_error();
 }
 
-// A load that was begun, for Python to wait for.
-struct Begun {
-    std::shared_ptr<Reads> reads;
-    LoadPtr load;
-
-    bool done() const { return load->done.load(std::memory_order_acquire); }
-
-    std::int64_t wait() const {
-        while (!done()) {
-            nb::gil_scoped_release release;
-            if (reads->wait(*load, 0.1)) break;
-            const nb::gil_scoped_acquire acquire;
-            if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        }
-        if (load->error != 0) raise_errno(load->error);
-        if (load->damaged) raise_damaged(*load->damaged);
-        return load->good;
-    }
-};
-
 std::shared_ptr<Reads> make_reads(const std::string& engine, int depth, std::int64_t block_bytes) {
     if (depth < 1 || depth > 256) throw nb::value_error("depth must be from 1 to 256");
     if (block_bytes < 1 || block_bytes > std::int64_t{1} << 30) {
@@ -207,57 +183,10 @@ std::shared_ptr<Reads> make_reads(const std::string& engine, int depth, std::int
     return reads;
 }
 
-struct Reader {
-    std::shared_ptr<Reads> reads;
-
-    Begun start(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes, const Checksums* sums,
-                std::int64_t first, std::int64_t stride) const {
-        check_read(offset, nbytes);
-        const Expected expected = make_expected(sums, first, stride, nbytes);
-        return begun(reads->start(fd, {Run{offset, pointer(address), nbytes}}, expected));
-    }
-
-    // `runs`: (offset, address, bytes), in rising order of addresses.
-    Begun start_runs(int fd, const std::vector<std::tuple<std::int64_t, std::uintptr_t, std::int64_t>>& runs) const {
-        if (runs.empty()) throw nb::value_error("there are no runs to read");
-        std::vector<Run> wanted;
-        wanted.reserve(runs.size());
-        for (const auto& [offset, address, nbytes] : runs) {
-            check_read(offset, nbytes);
-            std::byte* const to = pointer(address);
-            if (nbytes == 0) throw nb::value_error("a run of no bytes");
-            if (!wanted.empty() && to < wanted.back().to + wanted.back().nbytes) {
-                throw nb::value_error("runs should come in rising order of addresses, and not overlap");
-            }
-            wanted.push_back({offset, to, nbytes});
-        }
-        return begun(reads->start(fd, std::move(wanted)));
-    }
-
-    Begun begun(LoadPtr load) const {
-        if (load == nullptr) throw nb::value_error("the reader is closed");
-        return {reads, std::move(load)};
-    }
-
-    void close() const {
-        nb::gil_scoped_release release;
-        reads->close();
-    }
-
-    std::int64_t read(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes, const Checksums* sums,
-                      std::int64_t first, std::int64_t stride) const {
-        check_read(offset, nbytes);
-        const Expected expected = make_expected(sums, first, stride, nbytes);
-        CheckedRead result;
-        {
-            nb::gil_scoped_release release;
-            result = reads->read(fd, offset, pointer(address), nbytes, expected);
-        }
-        if (result.read.error != 0) raise_errno(result.read.error);
-        if (result.damaged) raise_damaged(*result.damaged);
-        return result.read.nbytes;
-    }
-};
+Begun begun(const Reader& reader, LoadPtr load) {
+    if (load == nullptr) throw nb::value_error("the reader is closed");
+    return {reader.reads, std::move(load)};
+}
 
 double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, int repeats) {
     nb::gil_scoped_release release;
@@ -271,6 +200,66 @@ double py_peak_per_s(const std::string& kind, int threads) {
 }
 
 }  // namespace
+
+void wait_for(Reads& reads, const Load& load) {
+    while (!load.done.load(std::memory_order_acquire) && !reads.wait(load, 0.1)) {
+        const nb::gil_scoped_acquire acquire;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+std::int64_t Begun::wait() const {
+    if (!done()) {
+        nb::gil_scoped_release release;
+        wait_for(*reads, *load);
+    }
+    if (load->error != 0) raise_errno(load->error);
+    if (load->damaged) raise_damaged(*load->damaged);
+    return load->good;
+}
+
+Begun Reader::start(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes, const Checksums* sums,
+                    std::int64_t first, std::int64_t stride) const {
+    check_read(offset, nbytes);
+    const Expected expected = make_expected(sums, first, stride, nbytes);
+    return begun(*this, reads->start(fd, {Run{offset, pointer(address), nbytes}}, expected));
+}
+
+Begun Reader::start_runs(int fd,
+                         const std::vector<std::tuple<std::int64_t, std::uintptr_t, std::int64_t>>& runs) const {
+    if (runs.empty()) throw nb::value_error("there are no runs to read");
+    std::vector<Run> wanted;
+    wanted.reserve(runs.size());
+    for (const auto& [offset, address, nbytes] : runs) {
+        check_read(offset, nbytes);
+        std::byte* const to = pointer(address);
+        if (nbytes == 0) throw nb::value_error("a run of no bytes");
+        if (!wanted.empty() && to < wanted.back().to + wanted.back().nbytes) {
+            throw nb::value_error("runs should come in rising order of addresses, and not overlap");
+        }
+        wanted.push_back({offset, to, nbytes});
+    }
+    return begun(*this, reads->start(fd, std::move(wanted)));
+}
+
+void Reader::close() const {
+    nb::gil_scoped_release release;
+    reads->close();
+}
+
+std::int64_t Reader::read(int fd, std::int64_t offset, std::uintptr_t address, std::int64_t nbytes,
+                          const Checksums* sums, std::int64_t first, std::int64_t stride) const {
+    check_read(offset, nbytes);
+    const Expected expected = make_expected(sums, first, stride, nbytes);
+    CheckedRead result;
+    {
+        nb::gil_scoped_release release;
+        result = reads->read(fd, offset, pointer(address), nbytes, expected);
+    }
+    if (result.read.error != 0) raise_errno(result.read.error);
+    if (result.damaged) raise_damaged(*result.damaged);
+    return result.read.nbytes;
+}
 
 NB_MODULE(_native, m) {
     using namespace nb::literals;

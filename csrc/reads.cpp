@@ -39,6 +39,7 @@ LoadPtr Reads::start(int fd, std::vector<Run> runs, Expected expected) {
 }
 
 bool Reads::wait(const Load& load, double seconds) {
+    progress();  // a read that the kernel refused when it was begun, for want of memory, is begun now
     std::unique_lock lock(mutex_);
     const auto is_done = [&load] { return load.done.load(std::memory_order_acquire); };
     return done_.wait_for(lock, std::chrono::duration<double>(seconds), is_done);
@@ -225,6 +226,7 @@ void ThreadReads::serve() {
         std::optional<Block> block;
         work_.wait(lock, [&] { return stop_ || (block = claim()).has_value(); });
         if (!block) return;
+        if (queued()) work_.notify_one();  // to the next thread, if there is one to spare
         lock.unlock();
         read_here(block->piece);
         lock.lock();

@@ -106,6 +106,8 @@ class Reads {
 
     // Begins a load of these runs. Returns nullptr once closed.
     LoadPtr start(int fd, std::vector<Run> runs, Expected expected = {});
+    // Notes reads that are done, where the calling thread can do that as well as another. For who waits without sleep.
+    virtual void progress() {}
     // Waits for a load. Returns true once it is done, false after about so many seconds.
     bool wait(const Load& load, double seconds);
     // Reads and compares one block in the calling thread, past the queue. If the caller waits for the block anyway, to
@@ -127,6 +129,7 @@ class Reads {
     // The next block to read. Call it under mutex_. A load waits for an unfinished load that writes to the same memory,
     // and later loads wait behind it.
     std::optional<Block> claim();
+    bool queued() const { return !queue_.empty(); }  // whether blocks are left to claim; under mutex_
     void finish(const Block& block);
     void cancel();  // ends the loads that are left when nothing reads any more
     // Returns when all granules that arrived were compared. Call it without mutex_, when nothing arrives any more.
@@ -134,7 +137,7 @@ class Reads {
     Attempt attempt(const Piece& piece);
     // Reads a piece to its end, one read after the other. Call it without mutex_.
     void read_here(Piece& piece);
-    virtual void wake() = 0;  // tells the reading threads that there is something to claim, or that they stop
+    virtual void wake() = 0;  // tells the reading threads that there is something to claim
 
     std::mutex mutex_;
     std::condition_variable done_;
@@ -180,13 +183,15 @@ class ThreadReads final : public Reads {
 
   private:
     void serve();
-    void wake() override { work_.notify_all(); }
+    // One thread: it wakes the next, as long as blocks are left. To wake them all takes the cores from who computes.
+    void wake() override { work_.notify_one(); }
 
     std::condition_variable work_;
     std::vector<std::thread> threads_;
 };
 
-// Reads by one thread that keeps `depth` blocks in flight through an io_uring. Returns nullptr where the kernel has
+// Reads through an io_uring that keeps `depth` blocks in flight: threads that begin loads submit them, and one thread
+// of its own goes on when some are done. Returns nullptr where the kernel has
 // none or refuses it; errno says why.
 std::shared_ptr<Reads> uring_reads(int depth, std::int64_t block_bytes);
 

@@ -19,7 +19,7 @@
 namespace penstock {
 namespace {
 
-// The two rings that the kernel shares with us. One thread submits reads and takes results.
+// The two rings that the kernel shares with us. Threads submit reads and take results one at a time.
 class Ring {
   public:
     explicit Ring(unsigned entries) {
@@ -80,12 +80,17 @@ class Ring {
         ++unsubmitted_;
     }
 
-    // Submits the reads that were pushed and sleeps until one is done. If it is interrupted, or memory is short for a
-    // moment, the next call submits the rest.
-    void enter() {
-        const long taken = syscall(__NR_io_uring_enter, fd_, unsubmitted_, 1, IORING_ENTER_GETEVENTS, nullptr, 0);
+    // Submits the reads that were pushed. If memory is short for a moment, the next call submits the rest.
+    void submit() {
+        if (unsubmitted_ == 0) return;
+        const long taken = syscall(__NR_io_uring_enter, fd_, unsubmitted_, 0, 0, nullptr, 0);
         if (taken > 0) unsubmitted_ -= static_cast<unsigned>(taken);
     }
+
+    // Sleeps until a read is done. Other threads may submit meanwhile.
+    void wait() const { syscall(__NR_io_uring_enter, fd_, 0, 1, IORING_ENTER_GETEVENTS, nullptr, 0); }
+
+    bool left_over() const { return unsubmitted_ > 0; }
 
     template <class Take>
     void take_all(const Take& take) {
@@ -131,7 +136,8 @@ class UringReads final : public Reads {
             stop_ = true;
         }
         if (thread_.joinable()) {
-            wake();
+            const std::uint64_t one = 1;
+            [[maybe_unused]] const auto written = write(wakeup_, &one, sizeof one);  // nobody else fills the counter
             thread_.join();
         }
         stop_comparing();
@@ -145,31 +151,39 @@ class UringReads final : public Reads {
     const char* engine() const override { return "io_uring"; }
 
   private:
+    // Whoever begins a load submits its reads: to wake the thread for that took 40 µs more of a read of 2.6 MB.
     void wake() override {
-        const std::uint64_t one = 1;
-        if (write(wakeup_, &one, sizeof one) < 0) return;  // the counter is full, so the thread is awake
+        fill();
+        ring_.submit();
+    }
+
+    void progress() override {
+        if (std::unique_lock lock(mutex_, std::try_to_lock); lock) take();
+    }
+
+    // Takes results, and fills the slots again as long as any load ends. The thread below does so too, whenever a read
+    // is done.
+    void take() {
+        ring_.take_all([&](std::uint64_t tag, std::int64_t result) {
+            if (tag < slots_.size()) took(tag, result);  // else it is that of close()
+        });
+        wake();
     }
 
     void serve() {
-        const std::uint64_t bell = slots_.size();  // the tag of the read of the eventfd
-        bool armed = false;
+        {
+            const std::lock_guard lock(mutex_);
+            ring_.push(wakeup_, &rung_, sizeof rung_, 0, slots_.size());
+            ring_.submit();
+        }
         for (;;) {
-            if (!armed) ring_.push(wakeup_, &rung_, sizeof rung_, 0, bell);
-            armed = true;
             {
                 const std::lock_guard lock(mutex_);
-                fill();
+                take();
                 if (stop_ && busy_ == 0) return;
+                if (ring_.left_over()) continue;
             }
-            ring_.enter();
-            const std::lock_guard lock(mutex_);
-            ring_.take_all([&](std::uint64_t tag, std::int64_t result) {
-                if (tag == bell) {
-                    armed = false;
-                } else {
-                    took(tag, result);
-                }
-            });
+            ring_.wait();
         }
     }
 
@@ -191,7 +205,9 @@ class UringReads final : public Reads {
 
     void took(std::size_t i, std::int64_t result) {
         const Attempt& asked = slots_[i].asked;
-        if (slots_[i].block->piece.take(asked.result(result), asked.wanted)) {
+        if (result == -ECANCELED) {  // the thread that submitted it has ended
+            ask(i);
+        } else if (slots_[i].block->piece.take(asked.result(result), asked.wanted)) {
             over(i);
         } else {
             ask(i);

@@ -5,7 +5,7 @@ Everything that takes longer than microseconds releases the GIL.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from typing_extensions import Buffer
@@ -365,4 +365,80 @@ class Program(_Ops):
         int32 [3], the rows, rows with logits and sequences of their batch. 0: as many as when they were written
         down."""
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Runs the ops. Returns when no read of a Demand is under way. Raises LoadFailed."""
+
+    def ask(self, demand: Demand) -> None:
+        """Appends: takes the router's answer, and begins to read what the demand's cache misses."""
+
+    def guess(self, demand: Demand, routes: int, guesses: int) -> None:
+        """Appends: begins to read what is missing of the experts that are likely to be asked for: `guesses` of each row
+        of the answer at `routes`, by their weights."""
+
+    def compute_asked(self, demand: Demand) -> None:
+        """Appends: computes what was asked for: first the experts in the cache, then the others as they come."""
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """When the ops before, between and after the steps of demands ran last, in seconds of time.perf_counter."""
+
+class LoadFailed(Exception):
+    """A read of a Demand failed. Its arguments: layer, expert, errno (0: too few bytes, or wrong ones), how many bytes
+    are right, and the expert's granule whose checksum is wrong, or None."""
+
+@final
+class ExpertCache:
+    """As `graph.cache.ExpertCache`. ValueError for experts beyond 0 to 65535."""
+
+    def __init__(self, slots: int, policy: str) -> None: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def held(self) -> tuple[int | None, ...]: ...
+    def slot(self, expert: int) -> int | None: ...
+    def missing(self, experts: Iterable[int]) -> list[int]: ...
+    def ask(self, experts: Iterable[int]) -> None: ...
+    def admit(self, expert: int, keep: Iterable[int], first: Iterable[int | None] = ()) -> int | None: ...
+    def guess(self, expert: int, keep: Iterable[int]) -> int | None: ...
+
+@final
+class Demand:
+    """The experts of a layer that its router asks for, in programs."""
+
+    def __init__(
+        self, layer: int, cache: ExpertCache, experts: Program, slots: Sequence[int],
+        homes: Sequence[tuple[Reader, int, int, int]], sums: Sums | None, ahead: Sequence[tuple[int, int]],
+        poisoned: bool,
+    ) -> None:  # fmt: skip
+        """`experts`: its latest call for experts has all operands but which experts, and where they lie. `slots`: the
+        addresses of the cache's. `homes`: of each expert the reader, the file, the offset, the number of its first
+        checksum. `ahead`: addresses and bytes that the ops after these experts read; while a read is waited for,
+        they are brought into the processor's caches. `poisoned`: slots are filled with NaN before each read. ValueError
+        where these do not fit."""
+
+    def give(self, rows: Sequence[Sequence[int]]) -> None:
+        """The experts of each row that the next `ask` takes in place of the router's. ValueError for other experts than
+        the layer has, or another number of them."""
+
+    def give_guess(self, rows: Sequence[Sequence[int]]) -> None:
+        """The same for the next `guess`, the likeliest first."""
+
+    @property
+    def said(self) -> list[list[int]]:
+        """The latest answer: the experts of each row."""
+
+    @property
+    def guessed(self) -> list[list[int]]: ...
+    @property
+    def loaded_bytes(self) -> int:
+        """That the latest run read."""
+
+    @property
+    def loaded(self) -> list[tuple[float, float, int]]:
+        """Of each read of the latest run when it began and ended, in seconds of time.perf_counter, and its expert."""
+
+    @property
+    def computed(self) -> list[tuple[float, float, int]]:
+        """The same of each call that computed experts, and how many these were."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.cache import POLICIES
 from penstock.graph.tasks import Pass
-from penstock.planner.solve.fill import page_tokens
+from penstock.planner.sizes import page_tokens
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PINNED, Part, parts

@@ -250,8 +250,8 @@ def _plan(policy: Policy) -> tuple[Plan, Ask]:
 
 @cache
 def _searched(policy: Policy) -> Policy:
-    """What our search finds where the device attends. FlexGen's own policies do not fit then: KV from a disk to a
-    device is not built, and our windows hold a layer's KV of the whole block, where FlexGen's hold a batch's."""
+    """What our search finds where the device attends. FlexGen's own policies do not fit then: our windows hold a
+    layer's KV of the whole block, where FlexGen's hold a batch's."""
     best: flexgen.BestPolicy | None = None
     for block in (policy.block, policy.block // 2, policy.block // 4, policy.block // 8):
         ask = Ask(policy.prompt, OUTPUT, block, policy.prompt + OUTPUT, "latency", kv=policy.kv_format)

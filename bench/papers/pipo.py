@@ -163,6 +163,12 @@ def policy_of(row: Published, traits: Traits) -> Policy:
 @cache
 def simulated(policy: Policy) -> tuple[Speeds, float]:
     """Its speeds, and the share of weights that the device holds: the policy's, or what fits."""
+    plan, ask, machine, share = planned(policy)
+    return together(plan, ask, machine), share
+
+
+def planned(policy: Policy) -> tuple[Plan, Ask, MachineSpec, float]:
+    """Its plan, for what and on which machine, and the share of weights that the device holds."""
     spec, fmt = model_of(policy.model, policy.weights)
     ask = Ask(
         prompt_tokens=policy.prompt, output_tokens=policy.output, batch=policy.batch, kv=policy.kv,
@@ -176,7 +182,7 @@ def simulated(policy: Policy) -> tuple[Speeds, float]:
         share -= 0.01 if plan else 0.0
         choice = Configuration(policy.home, "overlapped", share)
         plan = pipo.plan(problem, choice, policy.kv_home, policy.batch * policy.prompt, policy.order)
-    return together(plan, ask, machine), share
+    return plan, problem.ask, machine, share
 
 
 def throughput(policy: Policy) -> float:

@@ -27,9 +27,9 @@ from penstock.planner.predict import Prediction
 from penstock.planner.programs.slicing import best_r_cg
 from penstock.planner.shares import Resident, all_of, share_out
 from penstock.planner.shorten import quick
+from penstock.planner.sizes import CHUNK_ROWS
 from penstock.planner.solve import llama_cpp as whole_layers
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.fill import CHUNK_ROWS
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import NAME, PAPER, plan_of, solve_slices
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.peers import Answer, serve, token_ids
 from bench.peers.streamed import streamed_bytes
-from penstock.graph import ops
+from penstock.graph import ops, passes
 from penstock.planner.bound import score_s, sequences
 from penstock.runtime import host
 from penstock.serve.answering import Answering, checked_ids
@@ -78,6 +80,30 @@ class Block:
             next(self._pieces)
         return {"seconds": max(answer.ttft_s for answer in self._answers), "tokens": sum(map(len, wanted))}
 
+    def steps(self, count: int) -> Answer:
+        """So many decode passes behind prompts that nobody read: what their cache holds changes no pass's time. Only
+        where KV stays in memory."""
+        plan, session, at = self.plan, self.engine.session, self.ask.prompt_tokens
+        fed = np.array([token_ids(plan.target.spec.vocab, 1, seq)[0] for seq in range(self.seqs)])
+        read, expected, start_s = 0, 0, 0.0
+        for step in range(-1, count):  # the first one is not counted: loads run ahead from there on
+            start_s = start_s if step else time.perf_counter()
+            p = passes.decode(plan, range(self.seqs), (at + 1 + step,) * self.seqs, passes.DECODE)
+            session.step(p, [fed[list(batch.seqs)] for batch in p.batches])
+            if step >= 0:
+                read, expected = read + session.consumed_bytes, expected + self._pass_bytes(fed)
+            fed = np.array([token for best in session.best for _, token in best])
+        seconds = time.perf_counter() - start_s
+        session.drain()
+        return {
+            "seconds": seconds,
+            "tokens": count * self.seqs,
+            "passes": count,
+            "read_bytes": read,
+            "exact": read == expected,
+            "peak_host_bytes": host.peak_rss_bytes(),
+        }
+
     def decode(self, _: int) -> Answer:
         """The other tokens of the answers. `read_bytes`: that its passes took from slower tiers; `exact`: as many as
         reading the weights that stream once a pass for the whole block makes, and the granules of the tokens' rows of
@@ -98,16 +124,17 @@ class Block:
 
     def _reads(self, steps: int) -> int:
         """What decode passes should have read: see `decode`."""
-        plan = self.plan
-        table = plan.parts["embed"]
+        fed = ([answer.token_ids[step] for answer in self._answers] for step in range(steps))
+        return sum(self._pass_bytes(np.array(tokens)) for tokens in fed)
+
+    def _pass_bytes(self, fed: NDArray[Any]) -> int:
+        """What a decode pass with these tokens [S] should read."""
+        plan, table = self.plan, self.plan.parts["embed"]
         looked_up = any(unit.part == "embed" and unit.home == "disk0" for unit in plan.units)
         row = table.granule_bytes if looked_up else 0
-        granules = 0
-        for step in range(steps):
-            fed = np.array([answer.token_ids[step] for answer in self._answers])
-            for batch in range(0, self.seqs, plan.batch_seqs):
-                granules += len(np.unique(fed[batch : batch + plan.batch_seqs] // table.granule_rows))
-        return steps * (streamed_bytes(plan) - row) + granules * row
+        batches = (fed[at : at + plan.batch_seqs] for at in range(0, self.seqs, plan.batch_seqs))
+        granules = sum(len(np.unique(batch // table.granule_rows)) for batch in batches)
+        return streamed_bytes(plan) - row + granules * row
 
 
 def _computed(plan: Plan, part: str) -> bool:
@@ -136,7 +163,7 @@ def main() -> None:
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
         plan = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
         ours = Block(wanted.model, Ask(**json.loads(wanted.ask)), wanted.cache, plan)
-        return ours.facts(), {"prompts": ours.prompts, "decode": ours.decode}
+        return ours.facts(), {"prompts": ours.prompts, "decode": ours.decode, "steps": ours.steps}
 
     serve(load)
 

@@ -30,11 +30,14 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
     parser.add_argument("--plan", type=Path, help="the server's: of two sequences at least; default one all in memory")
     parser.add_argument("--context", type=int, help="of a plan all in memory")
+    parser.add_argument("--limit", type=int, help="bytes of the whole process, as the plan was made for")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
         given = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
-        ask = Ask(batch=2, context=wanted.context, prompt_tokens=PROMPT_TOKENS)
+        ask = Ask(
+            batch=2, context=wanted.context, prompt_tokens=PROMPT_TOKENS, host_memory_bytes=wanted.limit
+        )  # fmt: skip
         engine = Engine.load(wanted.model, ask, Loading(cache=wanted.cache, plan=given))
         session, plan, spec, length = engine.session, engine.plan, engine.plan.target.spec, 0
 

@@ -1,8 +1,8 @@
 """`python -m bench.pipo`: PIPO's tables for this machine, on the shape of Llama-3.2-1B in int4 with random weights.
 
 What PIPO has between disk and GPU memory is here between disk and RAM: "disk" means that everything streams, "memory"
-that everything stays. Ceilings (disk reads, RAM reads, dot products) are read before and after every table. The last
-line is one JSON object.
+that everything stays. `link` has GPU memory too, on PIPO's laptop, where all work is waiting. Ceilings (disk reads, RAM
+reads, dot products) are read before and after every table. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES, spread
 from bench.pipo import reads, tables
+from bench.pipo.link import link
 from bench.pipo.rounds import Row
 from bench.pipo.settings import OURS, Workshop, guessed_machine
 from bench.predict import Ceilings, Machine
@@ -40,6 +41,7 @@ RUNS: dict[str, Callable[[Workshop, tables.Scale], list[Row]]] = {
     "batches": tables.batches,
     "overhead": tables.overhead,
 }
+WAITS: dict[str, Callable[[], list[Row]]] = {"link": link}
 READS: dict[str, Callable[[reads.ReadFile, Plan, int], list[Row]]] = {
     "reads_by_size": reads.by_size,
     "reads_by_block": reads.by_block,
@@ -57,6 +59,8 @@ def measure(
         if name in READS:
             with reads.read_file(shop.folder, file_bytes) as file:
                 results[name] = READS[name](file, plan, scale.rounds)
+        elif name in WAITS:
+            results[name] = WAITS[name]()
         else:
             results[name] = RUNS[name](shop, scale)
         took_s[name] = time.perf_counter() - start_s
@@ -67,7 +71,7 @@ def measure(
 
 
 def main() -> None:
-    names = [*RUNS, *READS]
+    names = [*RUNS, *READS, *WAITS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

@@ -61,6 +61,9 @@ def _warm(bench: Bench, server: Server) -> None:
     """Requests that are not counted. The server notes what its passes take."""
     for count in range(1, 9):
         together(server, bench.streams("small", count, PROMPT_TOKENS, 16))
+    for tokens in PROMPTS:  # alone, as often as is believed
+        for i in range(LEAST_PASSES):
+            together(server, bench.streams("small", 1, tokens, 2, seed=60 + i))
     for count in (3, 7):  # with prompts beside them too
         talking = threading.Thread(
             target=together, args=(server, bench.streams("small", count, PROMPT_TOKENS, 100, 80))

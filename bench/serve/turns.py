@@ -95,7 +95,7 @@ def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> Non
         read_bytes_per_s = ceilings.read().disk_read_bytes_per_s
     token_bytes = kv_bytes_of_token(plan)
     with started(bench.folder, "bench.peers.turn", bench.limit, model, "--cache", bench.folder / "cache",
-                 "--plan", file) as (worker, _):  # fmt: skip
+                 "--plan", file, "--limit", bench.limit) as (worker, _):  # fmt: skip
         restarted, whole = found[0]["restart_cached_tokens"], found[0]["cached_tokens"]
         worker.ask("read", restarted)
         worker.ask("turn", TURN_TOKENS)  # not counted

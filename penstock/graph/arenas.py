@@ -19,22 +19,15 @@ there whichever executor computes. Sizes are in bytes.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from penstock.graph import scratch
 from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
-from penstock.spec.model import Layer, Routed
-from penstock.spec.parts import (
-    GRANULE_ROWS,
-    PAGE_BYTES,
-    Part,
-    active_columns,
-    granule_bytes,
-    head_key,
-    predictor_part,
-)
+from penstock.spec.format import Format
+from penstock.spec.model import Layer, ModelSpec, Routed
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, parts_by_key, predictor_part
 from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -177,7 +170,7 @@ class Layout:
 
     def _fill_weights(self) -> None:
         """Takes the bytes of `weights`, without its slots: whoever only asks for sizes needs none."""
-        sizes = granule_bytes(self.plan.target.spec, self.plan.target.weights)
+        sizes = _granule_bytes(self.plan.target.spec, self.plan.target.weights)
         ends: dict[Tier, int] = dict.fromkeys([unit.home for unit in self.plan.units], 0)
         for unit in self.plan.units:
             ends[unit.home] += (unit.hi - unit.lo) * sizes[unit.part]
@@ -274,6 +267,12 @@ class Layout:
         if self.gathers is not None:
             return None
         return self._take("host.staging", self.parts["embed"].granule_bytes)
+
+
+@lru_cache(maxsize=64)
+def _granule_bytes(model: ModelSpec, weights: Format) -> dict[str, int]:
+    """Part key → bytes of a granule. Whoever adds up thousands of units asks no part for it."""
+    return {part.key: part.granule_bytes for part in parts_by_key(model, weights).values()}
 
 
 def with_arenas(plan: Plan) -> Plan:

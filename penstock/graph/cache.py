@@ -7,9 +7,10 @@ takes is a function of the requests before alone, so a run's tasks can be derive
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 from math import exp2, inf, log2
+from typing import Protocol
 
 from penstock.spec.places import Executor
 
@@ -135,4 +136,19 @@ class ExpertCache:
         return leaving
 
 
-Caches = Mapping[tuple[int, Executor], ExpertCache]  # by layer, and the executor in whose memory the slots lie
+class KeyedCache(Protocol):
+    """An ExpertCache, or what decides as it does: native code does where it runs whole passes."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def held(self) -> tuple[int | None, ...]: ...
+    def slot(self, expert: int) -> int | None: ...
+    def missing(self, experts: Iterable[int]) -> list[int]: ...
+    def ask(self, experts: Iterable[int]) -> None: ...
+    def admit(self, expert: int, keep: Collection[int], first: Collection[int | None] = ()) -> int | None: ...
+    def guess(self, expert: int, keep: Collection[int]) -> int | None: ...
+
+
+NewCache = Callable[[int, str], KeyedCache]  # from slots and policy
+Caches = Mapping[tuple[int, Executor], KeyedCache]  # by layer, and the executor in whose memory the slots lie

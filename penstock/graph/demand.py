@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
-from penstock.graph.cache import Caches, ExpertCache
+from penstock.graph.cache import Caches, KeyedCache
 from penstock.graph.calls import Calls
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
@@ -156,10 +156,10 @@ class Demand:
 
     # -- what is wanted, and where it is ------------------------------------------------------------------
 
-    def _own(self, layer: int) -> ExpertCache:
+    def _own(self, layer: int) -> KeyedCache:
         return self._caches[layer, self._cache_of[layer].executor]
 
-    def _beneath(self, layer: int) -> ExpertCache | None:
+    def _beneath(self, layer: int) -> KeyedCache | None:
         """The cache in RAM beneath a device's; None for a layer with one cache."""
         return self._caches.get((layer, HOST)) if is_device(self._cache_of[layer].executor) else None
 
@@ -239,7 +239,7 @@ class Demand:
             kept.add(expert)
             yield from self._load_one(layer, executor, expert, slot, asked)
 
-    def _read_beneath(self, layer: int, beneath: ExpertCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
+    def _read_beneath(self, layer: int, beneath: KeyedCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
         """Emits loads from the disk into the cache beneath a device's, while there are slots for them."""
         keep, first = {*self._waiting, *self._by_cpu}, self._leaves_ram(layer) if self._absent else ()
         while self._absent:

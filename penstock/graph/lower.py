@@ -33,12 +33,13 @@ from penstock.graph.asked import AskedUnits
 from penstock.graph.assigned import AssignedRows, Piece
 from penstock.graph.attention import Attention
 from penstock.graph.batch import Batch
-from penstock.graph.cache import ExpertCache
+from penstock.graph.cache import ExpertCache, NewCache
 from penstock.graph.calls import Calls
 from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.ffn import FfnCalls
+from penstock.graph.open_passes import OpenPass, OpenPasses
 from penstock.graph.repeats import Repeats
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
@@ -48,25 +49,27 @@ from penstock.spec.plan import Plan
 
 
 class Lowering:
-    """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room."""
+    """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room. `new_cache`:
+    makes the plan's caches, which are `caches`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, new_cache: NewCache = ExpertCache) -> None:
         self.plan = plan
         self.layout = Layout(plan)
         self.parts = self.layout.parts
         self._head = head_units(plan)
         self._emit = Emitter(likens=plan.asks)
-        caches = {(c.layer, c.executor): ExpertCache(c.slots, c.policy) for c in plan.caches}
-        self._streams = Streams(self.layout, self._emit, caches)
+        self.caches = {(c.layer, c.executor): new_cache(c.slots, c.policy) for c in plan.caches}
+        self._streams = Streams(self.layout, self._emit, self.caches)
         self._calls = Calls(self.layout, self._emit)
         self._attention = Attention(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
         self._asked = AskedUnits(self._calls)
         self._ffns = FfnCalls(self._calls, self._asked)
         self._assigned = AssignedRows(plan)
-        self._demand = Demand(self._experts, self._calls, caches)
+        self._demand = Demand(self._experts, self._calls, self.caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
         self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
+        self._open_passes = OpenPasses(plan)
 
     @property
     def held(self) -> tuple[object, ...] | None:
@@ -90,7 +93,16 @@ class Lowering:
         if repeated is not None:
             yield from repeated
         else:
-            yield from self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
+            tasks = self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
+            yield from self._open_passes.keep(p, tasks) if self._opens(p) else tasks
+
+    def open_pass(self, p: Pass) -> OpenPass | None:
+        """What a pass is but for routers' answers; None where that is not known, or no pass of one piece. Whoever runs
+        it in place of the tasks has `caches` decide, and leaves no load under way."""
+        return self._open_passes.find(p) if self._opens(p) else None
+
+    def _opens(self, p: Pass) -> bool:
+        return self._open_passes.may_be(p) and self._stretches.apply(p)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
         """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm

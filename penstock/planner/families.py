@@ -11,8 +11,8 @@ from functools import partial
 from itertools import islice
 
 from penstock.planner.candidate import Candidate
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve import llama_cpp
-from penstock.planner.solve.fill import usual_chunks
 from penstock.planner.solve.ours import experts
 from penstock.planner.solve.ours.filling import filled
 from penstock.planner.solve.problem import Problem

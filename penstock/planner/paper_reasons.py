@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from penstock.graph.arenas import Layout
 from penstock.planner.activity import NeuronProfile
 from penstock.planner.homes import kv_layers, weights_bytes
+from penstock.planner.programs import policy as lp
 from penstock.planner.programs.pipo_memory import PIPELINES, Configuration, MachineLimits, Sizes, equation_1, peak_bytes
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
@@ -43,9 +44,21 @@ def in_pipeline(plan: Plan, choice: Configuration) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def in_blocks(plan: Plan, asked: int, placed: Collection[str], kv_bytes: int) -> tuple[str, str]:
-    """Two sentences about a plan of FlexGen's: how many blocks there are, and which shares of their bytes are where.
-    `asked`: sequences; `placed`: the keys of the parts that the policy places; `kv_bytes`: of a block."""
+_LANE = {
+    lp.READ: "bound by reading the disk",
+    lp.WRITE: "bound by writing to the disk",
+    lp.TO_DEVICE: "bound by the link to the device",
+    lp.TO_HOST: "bound by the link to RAM",
+    lp.COMPUTE: "bound by computing",
+}
+
+
+def in_blocks(
+    plan: Plan, asked: int, placed: Collection[str], kv_bytes: int, solution: lp.Solution
+) -> tuple[str, ...]:  # fmt: skip
+    """Sentences about a plan of FlexGen's: how many blocks there are, which shares of their bytes are where, and what
+    the program says. `asked`: sequences; `placed`: the keys of the parts that the policy places; `kv_bytes`: of a
+    block."""
     parts, layers = plan.parts, len(plan.target.spec.layers)
     nbytes = {unit: plan.unit_bytes(unit) for unit in plan.units if unit.part in placed}
     tiers = (plan.main, HOST, DISK.tier) if plan.main != HOST else (HOST, DISK.tier)
@@ -62,6 +75,8 @@ def in_blocks(plan: Plan, asked: int, placed: Collection[str], kv_bytes: int) ->
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"
         f" {plan.batch_seqs}: what streams crosses once a block and token",
         f"{where} of {format_bytes(placed_bytes)} and {format_bytes(kv_bytes)}",
+        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
+        f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
     )
 
 

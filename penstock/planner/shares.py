@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
 
 from penstock.spec.parts import Part
 
@@ -40,3 +41,43 @@ def share_slots(experts: Sequence[Part], budget: int) -> list[int]:
         if each[i] <= budget and slots[i] < part.experts:
             slots[i], budget = slots[i] + 1, budget - each[i]
     return slots
+
+
+def split_granules(placed: Sequence[Part], shares: tuple[float, float, float]) -> dict[str, tuple[int, int]]:
+    """Part key → (the end of its granules at home with the executor, the end of its granules in RAM). The others are on
+    the disk.
+
+    Of the layers up to any one, a faster tier never holds more than its share, and never less by more than a granule or
+    two. Of each layer the FFN's granules leave the executor first, because they are smaller."""
+    ends: dict[str, tuple[int, int]] = {}
+    total = away = disk = 0
+    for layer in sorted({part.layer for part in placed}):
+        those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
+        total += sum(part.nbytes for part in those)
+        for part in those:
+            owed = ((1 - shares[0]) * total - away) / part.granule_bytes - 1e-6
+            leaves = max(0, min(part.granules, ceil(owed)))
+            owed_to_disk = (shares[2] * total - disk) / part.granule_bytes - 1e-6
+            far = max(0, min(leaves, ceil(owed_to_disk))) if shares[1] > 0 else leaves
+            away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
+            ends[part.key] = (part.granules - leaves, part.granules - far)
+    return ends
+
+
+def most_that_fit(count: int, used: Callable[[int], int], room_bytes: int) -> int:
+    """The largest number n up to `count` of which the bytes `used(n)` fit into `room_bytes`; 0 if there is none.
+
+    Bytes rise nearly evenly with n, but for huge pages and scratch. So the next n to try is interpolated, which asks
+    less often than halving does."""
+    if used(count) <= room_bytes:
+        return count
+    lo, hi, at_lo, at_hi = 0, count, used(0), used(count)
+    while hi - lo > 1:
+        share = (room_bytes - at_lo) / max(1, at_hi - at_lo)
+        guess = min(hi - 1, max(lo + 1, lo + int(share * (hi - lo))))
+        nbytes = used(guess)
+        if nbytes <= room_bytes:
+            lo, at_lo = guess, nbytes
+        else:
+            hi, at_hi = guess, nbytes
+    return lo

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph import ops
-from penstock.graph.arenas import Layout, neurons_of
+from penstock.graph.arenas import neurons_of
 from penstock.graph.batch import Batch
-from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense, experts
@@ -20,22 +19,21 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.bind_asked import fire, whole
+from penstock.runtime.bind_moves import Moves, batch_of
 from penstock.runtime.kv_file import KvFile
-from penstock.runtime.movers import DiskLoad, DiskReader, poison
+from penstock.runtime.movers import DiskReader
 from penstock.spec.model import Routed
 from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
-from penstock.spec.places import is_disk
 from penstock.spec.plan import Plan
 
 Float32 = NDArray[np.float32]
 # Gets a layer, its FFN's input float32 [T, D], and uint8 [T, neurons]: whether each one fired.
 OnFired = Callable[[int, Float32, NDArray[np.uint8]], None]
 _KEPT_IDS = 256  # views of routers' answers
-_RECALLED_AT_ONCE = 64  # records: 0.5 MB of OPT-6.7B in int4
 OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
 
-class Binding:
+class Binding(Moves):
     """`call` does one call, `run` all calls of a task.
 
     `reader`: reads weights from disks; a plan that streams nothing needs none. `kv_file`: a plan without KV on a disk
@@ -49,18 +47,15 @@ class Binding:
         poisoned: bool = False,
         kv_file: KvFile | None = None,
     ) -> None:
-        self._plan, self._arenas, self._reader, self._poisoned = plan, arenas, reader, poisoned
-        self._kv_file = kv_file
+        super().__init__(plan, arenas, reader, poisoned, kv_file)
         self.on_route: OnRoute | None = None  # called after each router's call
         self.on_fired: OnFired | None = None  # called after each layer's FFN. Native kernels alone can tell
         self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
-        self._layout = Layout(plan)
-        self._parts = plan.parts
         self._spec = plan.target.spec
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
-        self._predictors = {p.layer: self._layout.predictor_part(p) for p in plan.predictors}
+        self._predictors = {p.layer: self.layout.predictor_part(p) for p in plan.predictors}
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ids: dict[tuple[Slot, int, int], NDArray[np.int32]] = {}  # by slot of routes, rows and active experts
         self._ops: dict[str, Callable[[Call, Any], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}
@@ -85,15 +80,6 @@ class Binding:
         """Tells `on_route` what a router's call has answered. Guesses are no answers."""
         if self.on_route is not None and isinstance(call.operands, ops.Route) and not call.operands.guesses:
             self.on_route(call, self.answer(call))
-
-    def start(self, task: Task) -> DiskLoad | None:
-        """Begins a load, which a disk does by itself. Returns None for any other task: `run` does it."""
-        first = task.calls[0]
-        if len(task.calls) != 1 or first.unit < 0:
-            return None
-        if isinstance(first.operands, ops.Pick):
-            return self._begin_pick(first, first.operands)
-        return self._begin_load(first, first.operands) if isinstance(first.operands, ops.Load) else None
 
     def begin(self) -> None:
         """A pass starts: rotations of earlier positions are forgotten."""
@@ -120,14 +106,14 @@ class Binding:
                 dense.gather(granule, part, rows_inside[i : i + 1], rows[i : i + 1])
 
     def _embed(self, call: Call, op: ops.Embed) -> None:
-        batch = _batch(call)
+        batch = batch_of(call)
         dense.embed(
             self._embedded(op.rows), self._arenas.view(op.edges), self._parts["edges"], self._spec, positions(batch),
             self._rows(op.x, batch.total_rows), self._scratch(op.scratch),
         )  # fmt: skip
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
-        batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
+        batch, (key, present, width) = batch_of(call), norm_before(self._spec, op.layer)
         chosen = batch.logits if op.layer is None and not op.every else None
         shape = (batch.total_rows if chosen is None else len(chosen), width)
         dense.norm_in(
@@ -136,13 +122,13 @@ class Binding:
         )  # fmt: skip
 
     def _order(self, call: Call, op: ops.Order) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         rows = self._arenas.array(op.rows, np.float32, (t, op.rows.nbytes // (4 * t)))
         part, norms = self._parts[f"{op.layer}.norms"], self._arenas.view(op.norms)
         dense.order(rows, norms, part, op.which, self._scratch(op.scratch))
 
     def _head(self, call: Call, op: ops.Head) -> None:
-        unit, n = self._plan.units[call.unit], len(_batch(call).logits)
+        unit, n = self._plan.units[call.unit], len(batch_of(call).logits)
         part = self._parts[unit.part]
         best = self._arenas.view(op.best)  # of each row the highest logit, float32, and its token, int32
         dense.head(
@@ -156,7 +142,7 @@ class Binding:
     # -- layers ---------------------------------------------------------------------------------------
 
     def _qkv(self, call: Call, op: ops.Qkv) -> None:
-        layer, batch = op.layer, _batch(call)
+        layer, batch = op.layer, batch_of(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         t, part, turn = batch.total_rows, self._parts[unit.part], self._turn(layer, batch)
         stored, tables, (keys, values) = self._cache(op, batch)
@@ -167,7 +153,7 @@ class Binding:
         )  # fmt: skip
 
     def _attend(self, call: Call, op: ops.Attend) -> None:
-        layer, batch = op.layer, _batch(call)
+        layer, batch = op.layer, batch_of(call)
         a, unit = self._spec.layers[layer].attention, self._plan.units[call.unit]
         shape = (batch.total_rows, a.heads, a.head_dim)
         stored, tables, (keys, values) = self._cache(op, batch)
@@ -177,7 +163,7 @@ class Binding:
         )  # fmt: skip
 
     def _append(self, call: Call, op: ops.Append) -> None:
-        batch, tables = _batch(call), self._tables(_batch(call))
+        batch, tables = batch_of(call), self._tables(batch_of(call))
         for fresh, cache in ((op.fresh_keys, op.keys), (op.fresh_values, op.values)):
             rows = self._pool(fresh, op.layer, batch, batch.total_rows)
             attention.append(rows, self._pool(cache, op.layer, batch), batch, tables)
@@ -190,7 +176,7 @@ class Binding:
         return self._arenas.view(op.norms[0])[block.offset : block.end].view(np.float32)
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t, part, a = _batch(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
+        t, part, a = batch_of(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
             self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._arenas.array(op.a, np.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t),
@@ -198,10 +184,10 @@ class Binding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        unit, t = self._plan.units[call.unit], _batch(call).total_rows
+        unit, t = self._plan.units[call.unit], batch_of(call).total_rows
         part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
-        asked = op.weights == self._layout.asked.get(call.unit)
+        asked = op.weights == self.layout.asked.get(call.unit)
         granules = self._picked(call, op) if asked else self._granules(op.weights, part)
         dense.ffn(
             granules, part, unit.lo, shape, self._rows(op.h, t),
@@ -210,7 +196,7 @@ class Binding:
         )  # fmt: skip
 
     def _fire(self, call: Call, op: ops.Fire) -> None:
-        unit, t = self._plan.units[call.unit], _batch(call).total_rows
+        unit, t = self._plan.units[call.unit], batch_of(call).total_rows
         part, count = self._parts[unit.part], unit.hi - unit.lo
         fire(
             self._arenas.view(op.weights).reshape(count, -1), part, self._spec.layers[op.layer].ffns[-1],
@@ -219,8 +205,8 @@ class Binding:
 
     def _picked(self, call: Call, op: ops.Ffn) -> NDArray[np.uint8]:
         """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that count."""
-        unit, kept = self._plan.units[call.unit], self._arenas.view(self._layout.kept[call.unit])
-        part, count, t = self._parts[unit.part], unit.hi - unit.lo, _batch(call).total_rows
+        unit, kept = self._plan.units[call.unit], self._arenas.view(self.layout.kept[call.unit])
+        part, count, t = self._parts[unit.part], unit.hi - unit.lo, batch_of(call).total_rows
         if op.values:
             fires = (self._values(op.values[0], t) != 0).any(axis=1)
         else:
@@ -233,19 +219,19 @@ class Binding:
         return self._arenas.view(slot).view(np.float32).reshape(-1, t, GRANULE_ROWS)
 
     def _predict(self, call: Call, op: ops.Predict) -> None:
-        t, part = _batch(call).total_rows, self._predictors[op.layer]
+        t, part = batch_of(call).total_rows, self._predictors[op.layer]
         h, active = self._rows(op.h, t), self._active(op.active, t)
         dense.predict(self._arenas.view(op.weights), part, h, active, self._scratch(op.scratch))
 
     def _route(self, call: Call, op: ops.Route) -> None:
-        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.router"]
+        t, part = batch_of(call).total_rows, self._parts[f"{op.layer}.router"]
         experts.route(
             self._arenas.view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
             self._routes(op.layer, op.routes, t), self._scratch(op.scratch),
         )  # fmt: skip
 
     def _experts(self, call: Call, op: ops.Experts) -> None:
-        t, part, routed = _batch(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        t, part, routed = batch_of(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
         placed = experts_of(op, part)
         experts.experts(
             [self._granules(slot, part) for _, slot in placed], [expert for expert, _ in placed], part, routed,
@@ -255,123 +241,23 @@ class Binding:
         )  # fmt: skip
 
     def _combine(self, call: Call, op: ops.Combine) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         experts.combine(
             self._routes(op.layer, op.routes, t), self._outputs(op.layer, op.outputs, t), self._rows(op.partial, t),
             op.starts_sum,
         )  # fmt: skip
 
     def _gate(self, call: Call, op: ops.Gate) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         experts.gate(self._routes(op.layer, op.routes, t), self._rows(op.partial, t))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         dense.merge(
             self._arenas.view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._scratch(op.scratch),
             self._routes(op.layer, op.routes[0], t)[:2] if op.routes else None,
         )  # fmt: skip
-
-    # -- movers ---------------------------------------------------------------------------------------
-
-    def _load(self, call: Call, op: ops.Load) -> None:
-        self._begin_load(call, op).wait()
-
-    def _begin_load(self, call: Call, op: ops.Load) -> DiskLoad:
-        target = op.target
-        unit = self._plan.units[call.unit]
-        if self._poisoned:
-            poison(self._arenas.view(target))
-        return self._disk.start(unit.part, op.lo, op.hi, self._arenas.address(target), unit.home)
-
-    def _pick(self, call: Call, op: ops.Pick) -> None:
-        if (load := self._begin_pick(call, op)) is not None:
-            load.wait()
-
-    def _begin_pick(self, call: Call, op: ops.Pick) -> DiskLoad | None:
-        unit, address = self._plan.units[call.unit], self._arenas.address(op.target)
-        if self._poisoned:
-            poison(self._arenas.view(op.target))
-        records = Records.of(self._parts[unit.part])
-        return self._disk.pick(unit.part, [(lo, hi, address + records.place((lo, hi), unit.lo)) for lo, hi in op.runs])
-
-    def _recall(self, call: Call, op: ops.Recall) -> None:
-        unit = self._plan.units[call.unit]
-        records = Records.of(self._parts[unit.part])
-        pages = self._arenas.view(op.picked).reshape(-1, records.page_bytes)
-        inside = pages[:, records.lo - records.first : records.hi - records.first]
-        placed = inside.reshape(len(pages), -1, records.stride)  # [granules, neurons of one, bytes], no copy
-        slots = self._arenas.view(op.slots).reshape(-1, records.stride)
-        for numbers, into_slots in ((op.held, False), (op.kept, True)):
-            pairs = np.frombuffer(numbers, np.uint32).astype(np.intp).reshape(-1, 2)
-            # Each line below holds its records a second time, which no plan counts: so a few at once.
-            for lo in range(0, len(pairs), _RECALLED_AT_ONCE):
-                neurons, at = pairs[lo : lo + _RECALLED_AT_ONCE].T
-                granules, rows = np.divmod(neurons, GRANULE_ROWS)
-                if into_slots:
-                    slots[at] = placed[granules - unit.lo, rows]
-                else:
-                    placed[granules - unit.lo, rows] = slots[at]
-
-    def _copy(self, call: Call, op: ops.Copy) -> None:
-        self._move(op.source, op.target)
-
-    def _lift(self, call: Call, op: ops.Lift) -> None:
-        self._move(op.source, op.target)
-
-    def _move(self, source: Slot, target: Slot) -> None:
-        if self._poisoned:
-            poison(self._arenas.view(target))
-        self._arenas.view(target)[...] = self._arenas.view(source)
-
-    def _kv_load(self, call: Call, op: ops.KvLoad) -> None:
-        layer, batch = op.layer, _batch(call)
-        reads: list[tuple[int, int, int]] = []
-        for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            spans = self._layout.kv.spans(layer, batch, save=False)
-            if self._poisoned:  # other pages may be another batch's
-                shared = self._layout.kv.shares_pages(batch)
-                for lo, hi in spans if shared else [(0, target.nbytes)]:
-                    poison(self._arenas.view(target)[lo:hi])
-            for lo, hi in spans:
-                if is_disk(source.arena):
-                    reads.append((source.lo + lo, self._arenas.address(target) + lo, hi - lo))
-                else:
-                    self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
-        if reads:
-            self._kv.read(reads)
-
-    def _kv_save(self, call: Call, op: ops.KvSave) -> None:
-        layer, batch = op.layer, _batch(call)
-        writes: list[tuple[int, memoryview]] = []
-        if op.fresh:
-            for lo, to, nbytes in self._layout.kv.fresh_spans(layer, batch):
-                for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-                    pages = self._arenas.view(source)[lo : lo + nbytes]
-                    self._arenas.view(target)[to : to + nbytes] = pages
-            return
-        for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-            for lo, hi in self._layout.kv.spans(layer, batch, save=True):
-                if is_disk(target.arena):
-                    writes.append((target.lo + lo, self._arenas.view(source)[lo:hi].data))
-                else:
-                    self._arenas.view(target)[lo:hi] = self._arenas.view(source)[lo:hi]
-        if writes:
-            self._kv.write(writes)
-
-    def _sync(self, call: Call, op: ops.Sync) -> None:
-        """Nothing to do: a task that waits for this one has waited for all tasks before it."""
-
-    @property
-    def _kv(self) -> KvFile:
-        assert self._kv_file is not None, "the plan keeps KV on a disk, but no file was given"
-        return self._kv_file
-
-    @property
-    def _disk(self) -> DiskReader:
-        assert self._reader is not None, "the plan streams, but no reader was given"
-        return self._reader
 
     # -- slots to arrays ------------------------------------------------------------------------------
 
@@ -396,7 +282,7 @@ class Binding:
         weights stay."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        self._chosen(op, _batch(call).total_rows)[...] = experts
+        self._chosen(op, batch_of(call).total_rows)[...] = experts
 
     def _chosen(self, op: ops.Route, t: int) -> NDArray[np.int32]:
         """The experts that a router's call chose, int32 [T, active experts]. The arrays are kept: they are views of the
@@ -421,15 +307,17 @@ class Binding:
         op = call.operands
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])
-            return [np.flatnonzero(row[:count]).tolist() for row in self._active(op.active, _batch(call).total_rows)]
+            return [np.flatnonzero(row[:count]).tolist() for row in self._active(op.active, batch_of(call).total_rows)]
         if isinstance(op, ops.Fire):
             first = self._plan.units[call.unit].lo * GRANULE_ROWS
-            rows = self._values(op.values, _batch(call).total_rows).swapaxes(0, 1).reshape(_batch(call).total_rows, -1)
+            rows = (
+                self._values(op.values, batch_of(call).total_rows).swapaxes(0, 1).reshape(batch_of(call).total_rows, -1)
+            )
             return [(first + np.flatnonzero(row)).tolist() for row in rows]
         assert isinstance(op, ops.Route)
-        ids = self._chosen(op, _batch(call).total_rows)
+        ids = self._chosen(op, batch_of(call).total_rows)
         if op.guesses:
-            routes = self._routes(op.layer, op.routes, _batch(call).total_rows)
+            routes = self._routes(op.layer, op.routes, batch_of(call).total_rows)
             likeliest = np.argsort(-routes.weights, axis=1, kind="stable")[:, : op.guesses]
             ids = np.take_along_axis(ids, likeliest, axis=1)
         experts_by_row: list[list[int]] = ids.tolist()
@@ -440,7 +328,7 @@ class Binding:
         first. `call`: the router's call of this layer, which has just been done. None where the next layer has no
         router."""
         assert isinstance(call.operands, ops.Route)
-        layer, batch, layout = call.operands.layer + 1, _batch(call), self._layout
+        layer, batch, layout = call.operands.layer + 1, batch_of(call), self.layout
         if f"{layer}.router" not in self._parts:
             return None
         t, routed = batch.total_rows, self._routed(layer)
@@ -480,7 +368,7 @@ class Binding:
         self, op: ops.Qkv | ops.Attend, batch: Batch
     ) -> tuple[Batch, Sequence[NDArray[np.int64]], tuple[KvPool, KvPool]]:
         """(the batch, and the pages of its sequences, as the pools of keys and values have them; these pools)."""
-        fresh = self._layout.kv.fresh(batch) if op.fresh else None
+        fresh = self.layout.kv.fresh(batch) if op.fresh else None
         page_tokens = self._plan.page_tokens if fresh is None else fresh.page_tokens
         keys, values = (self._pool(slot, op.layer, batch, page_tokens) for slot in (op.keys, op.values))
         if fresh is None:
@@ -489,14 +377,14 @@ class Binding:
 
     def _pool(self, slot: Slot, layer: int, batch: Batch, page_tokens: int = 0) -> KvPool:
         """The pages of a slot of `Layout.kv`, or of fresh rows. `page_tokens`: of a page, if not the plan's."""
-        a, fmt = self._spec.layers[layer].attention, self._layout.kv.home(layer, batch).format
+        a, fmt = self._spec.layers[layer].attention, self.layout.kv.home(layer, batch).format
         page_tokens = page_tokens or self._plan.page_tokens
         blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt)
 
     def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
         """The pages of each sequence, int64 [pages] each, numbered as in `_pool`."""
-        return [np.array(pages, np.int64) for pages in self._layout.kv.pages_of(batch)]
+        return [np.array(pages, np.int64) for pages in self.layout.kv.pages_of(batch)]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
         """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""
@@ -522,8 +410,3 @@ def experts_of(op: ops.Experts, part: Part) -> list[tuple[int, Slot]]:
         for first, slot in zip(op.first_experts, op.weights, strict=True)
         for i in range(slot.nbytes // expert_bytes)
     ]
-
-
-def _batch(call: Call) -> Batch:
-    assert call.batch is not None
-    return call.batch

@@ -23,10 +23,14 @@ from enum import Enum
 from itertools import takewhile
 
 from penstock.errors import InternalError
-from penstock.graph.tasks import MOVES, Task
+from penstock.graph.demand import Answer
+from penstock.graph.open_passes import OpenPass
+from penstock.graph.tasks import MOVES, Pass, Task
 from penstock.graph.timeline import Span, Timeline, span
+from penstock.runtime.bind import OnRoute
 from penstock.runtime.device import Underway
 from penstock.runtime.dispatch import Work
+from penstock.runtime.open_passes import OpenPassRunner
 from penstock.spec.places import CPU
 from penstock.spec.plan import Unit
 
@@ -75,6 +79,21 @@ class Executor:
         """Does all tasks of the main thread that were taken so far. Raises as `run`."""
         while self._later:
             self._do_next()
+
+    def run_open(
+        self, runner: OpenPassRunner, open_pass: OpenPass, p: Pass, given: Answer | None, heard: Sequence[OnRoute]
+    ) -> Timeline:
+        """Runs a pass in one piece, when nothing is left of the tasks before it. Raises as `OpenPassRunner.run`, and
+        the error of a task that was left."""
+        start_s = time.perf_counter()
+        for lane in self._lanes.values():
+            while lane.handed:
+                self._next(lane)
+        self._work.begin()
+        runner.run(open_pass, p, given, heard)
+        if self.recording:
+            self._spans += runner.spans(open_pass, p, self._origin_s)
+        return self._timeline(start_s)
 
     def run_serial(self, tasks: Iterable[Task]) -> Timeline:
         """Runs one task after the other, in the order in which they come. Raises a task's error."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from penstock.units import KIB
 
 # Gets a line about the work under way, how much of it is done, and how much it is in all (0: unknown).
 Progress = Callable[[str, int, int], None]
@@ -91,6 +94,17 @@ def usable_cpus() -> int:
 def all_cpus() -> int:
     """All CPUs of the machine, whatever part of them this process may use."""
     return os.cpu_count() or 1
+
+
+def last_level_cache_bytes() -> int:
+    """The size of the cache that the first CPU's cores share, as the kernel knows it; 0 where it does not say. (glibc's
+    sysconf tells all caches of the socket.)"""
+    sizes = [0]
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with suppress(OSError, ValueError):
+            text = (index / "size").read_text()
+            sizes.append(int(text.strip().removesuffix("K")) * KIB)
+    return max(sizes)
 
 
 def load() -> float:

@@ -19,6 +19,7 @@ from penstock.spec.machine import PICKS_IN_FLIGHT
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
+ASKED_IN_FLIGHT = 4  # reads of experts, at least
 PICKER_THREADS = 16  # of a kernel without io_uring
 
 
@@ -80,11 +81,15 @@ class FileRange:
         """The error of a read whose granule `error.args[0]`, counted from `lo`, is not what its checksum says."""
         return damaged_granule(self.path, self.part, self.lo + int(error.args[0]))
 
+    def truncated(self, read_bytes: int) -> StorageFailed:
+        """The error of a read that brought so few bytes."""
+        end = self.offset + read_bytes
+        return StorageFailed(f"{self.path} ends at {end}, inside {self.part}: it was truncated while in use")
+
     def settle(self, read_bytes: int) -> None:
         """Ends a read that returned `read_bytes`. Raises StorageFailed where these are too few."""
         if read_bytes != self.nbytes:
-            end = self.offset + read_bytes
-            raise StorageFailed(f"{self.path} ends at {end}, inside {self.part}: it was truncated while in use")
+            raise self.truncated(read_bytes)
         if not self.direct:
             _native.drop_cached(self.fd, self.offset, self.nbytes)
 
@@ -104,11 +109,13 @@ class DiskReader:
 
     def __init__(self, packed: Packed, block_bytes: int, depth: int, engine: str) -> None:
         self._packed, self._block_bytes = packed, block_bytes
-        self._sums = None if packed.sums is None else _native.Sums(packed.sums)
+        self.sums = None if packed.sums is None else _native.Sums(packed.sums)
         self._first_granules = packed.first_granules
         self._fds: dict[Path, tuple[int, bool]] = {}
         self._readers: dict[Tier, _native.Reader] = {}
         self._pickers: dict[Tier, _native.Reader] = {}  # of many small reads, made when they are first wanted
+        self._askers: dict[Tier, _native.Reader] = {}  # of what native code asks for, as well
+        self._depth = depth
         self._closed: dict[Lane, int] = {}  # bytes that readers had read when they were closed
         for path in packed.files:
             try:
@@ -130,10 +137,11 @@ class DiskReader:
     @property
     def bytes_by_disk(self) -> dict[Lane, int]:
         """Bytes read from each disk so far, by the lane of its reads. Still valid after `close`."""
-        picked = {tier: reader.bytes_read for tier, reader in self._pickers.items()}
-        return self._closed or {
-            disk_of(tier).reads: reader.bytes_read + picked.get(tier, 0) for tier, reader in self._readers.items()
-        }
+        found: dict[Lane, int] = dict(self._closed)
+        for tier, reader in self._all_readers():
+            lane = disk_of(tier).reads
+            found[lane] = found.get(lane, 0) + reader.bytes_read
+        return found
 
     def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> DiskLoad:
         """Begins to read granules lo..hi of a part to `address`, which is a multiple of 4096. The load queues behind
@@ -141,7 +149,7 @@ class DiskReader:
 
         `disk`: the disk whose queue the load joins, None for the disk that the part lies on. A plan names the disk, so
         that the loads of one lane stay in order wherever their parts lie."""
-        place = self._locate(part, lo, hi)
+        place = self.place(part, lo, hi)
         reader = (disk and self._readers.get(disk)) or self._readers[self._packed.disks[place.path]]
         return DiskLoad(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
@@ -149,7 +157,7 @@ class DiskReader:
         """As `start`, but waits for the end and returns the bytes read. A single block is read by the calling thread
         itself, ahead of the queue. Raises StorageFailed, and DamagedModel where a granule is not what its checksum
         says."""
-        place = self._locate(part, lo, hi)
+        place = self.place(part, lo, hi)
         if place.nbytes > self._block_bytes:
             return self.start(part, lo, hi, address).wait()
         reader = self._readers[self._packed.disks[place.path]]
@@ -161,6 +169,21 @@ class DiskReader:
             raise place.damaged(error) from None
         place.settle(read_bytes)
         return read_bytes
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether all files are read past the page cache."""
+        return all(direct for _, direct in self._fds.values())
+
+    def home(self, part: str, lo: int, hi: int, disk: Tier) -> tuple[_native.Reader, int, int, int]:
+        """What native code reads granules lo..hi of a part by: a reader of its own, past the queue of `start`; the
+        file, where they begin in it, and the number of the first one's checksum. Where there is an io_uring, reads are
+        begun by the thread that computes."""
+        place = self.place(part, lo, hi)
+        reader = self._askers.get(disk)
+        if reader is None:
+            reader = self._askers[disk] = new_reader("io_uring", max(self._depth, ASKED_IN_FLIGHT), self._block_bytes)
+        return reader, place.fd, place.offset, self._first_granules[part] + lo
 
     def pick(self, part: str, runs: Sequence[tuple[int, int, int]]) -> DiskLoad | None:
         """Begins to read runs of a part, as (first byte, end, address): whole pages, in rising order of addresses. Many
@@ -180,16 +203,20 @@ class DiskReader:
 
     def close(self) -> None:
         """Returns when no read is under way any more, and closes the files. Loads that had not begun fail."""
-        for reader in (*self._readers.values(), *self._pickers.values()):
+        for _, reader in self._all_readers():
             reader.close()
         self._closed = self.bytes_by_disk
-        self._readers.clear()
-        self._pickers.clear()
+        for readers in (self._readers, self._pickers, self._askers):
+            readers.clear()
         for fd, _ in self._fds.values():
             os.close(fd)
         self._fds.clear()
 
-    def _locate(self, part: str, lo: int, hi: int) -> FileRange:
+    def _all_readers(self) -> list[tuple[Tier, _native.Reader]]:
+        return [*self._readers.items(), *self._pickers.items(), *self._askers.items()]
+
+    def place(self, part: str, lo: int, hi: int) -> FileRange:
+        """Where granules lo..hi of a part lie."""
         path, offset, nbytes = self._packed.locate(part, lo, hi)
         fd, direct = self._fds[path]
         return FileRange(path, fd, direct, part, offset, nbytes, lo)
@@ -197,7 +224,7 @@ class DiskReader:
     def _expected(self, part: str, lo: int) -> tuple[_native.Sums | None, int, int]:
         """What the native reader compares granules from `lo` on with: the model's checksums, the index of the first
         granule among them, and the bytes of a granule."""
-        return self._sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
+        return self.sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
 
 
 def waited_for(loads: Iterable[DiskLoad], ahead: int) -> Iterator[int]:

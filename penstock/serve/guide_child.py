@@ -39,7 +39,8 @@ FEW = 64  # ids that are told one by one
 _NOT_ZERO = re.compile(rb"[^\0]")
 _COMPILED = 8  # rules that are kept, so that the answers to one request share one
 
-Mask = str | list[int]
+# None: as the mask before, of the same answer. Within a string most are.
+Mask = str | list[int] | None
 
 
 class Matchers:
@@ -57,6 +58,7 @@ class Matchers:
         self._limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._open: dict[int, Any] = {}
+        self._told: dict[int, bytes] = {}  # the bits of an answer's last mask
         self.facts = {"tokens": len(tokens)}
 
     @classmethod
@@ -97,24 +99,29 @@ class Matchers:
         self.check(kind, text)
         matcher = self._open[number] = self._compiled[kind, text].deep_copy()
         matcher.consume_tokens(tokens)
-        return self._mask(matcher)
+        self._told.pop(number, None)
+        return self._mask(number, matcher)
 
     def step(self, number: int, token: int) -> Mask:
         """The answer has one more token. Returns the mask of the next one. Raises BadRequest."""
         matcher = self._open[number]
         matcher.consume_token(token)
-        return self._mask(matcher)
+        return self._mask(number, matcher)
 
     def drop(self, number: int) -> None:
         """The answer has ended."""
         self._open.pop(number, None)
+        self._told.pop(number, None)
 
-    def _mask(self, matcher: Any) -> Mask:
+    def _mask(self, number: int, matcher: Any) -> Mask:
         """What may come: a few ids, or a bit for each id and one for the end, the lowest of a byte first, in base64.
         Names and marks of JSON leave one id or a few, whose bits of 128k entries would take 21 KB each time."""
         _require_good(matcher)
         bits = matcher.compute_bitmask()
         _require_good(matcher)
+        if bits == self._told.get(number):
+            return None
+        self._told[number] = bits
         if int.from_bytes(bits, "little").bit_count() > FEW:
             return base64.b64encode(bits).decode()
         found = ((each.start(), each[0][0]) for each in _NOT_ZERO.finditer(bits))

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime import host
 from penstock.serve.confined import Confined, Request
+from penstock.serve.guide_child import Mask
 from penstock.serve.schemas import Rule
 from penstock.serve.tokenizer import Tokenizer
 from penstock.units import MIB, format_bytes
@@ -147,10 +148,13 @@ class Guides:
                 mask = self._mask(known, tokens)
             except _Broken as broken:
                 raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
-        return Allowed(mask, self._vocab, self._tokenizer.eos_ids, self._known)
+        if mask is not None:
+            known.allowed = Allowed(mask, self._vocab, self._tokenizer.eos_ids, self._known)
+        assert known.allowed is not None, "the first mask of an answer in a child is whole"
+        return known.allowed
 
-    def _mask(self, known: _Known, tokens: list[int]) -> str | list[int]:
-        mask: str | list[int]
+    def _mask(self, known: _Known, tokens: list[int]) -> Mask:
+        mask: Mask
         if known.child == self._child and tokens:
             mask, taken_s = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:
@@ -222,10 +226,11 @@ class _Broken(Exception):
 
 class _Known:
     """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none. `taken_s`: of
-    processor time, by its masks so far."""
+    processor time, by its masks so far. `allowed`: what the last of them leaves."""
 
     def __init__(self, number: int, rule: Rule) -> None:
         self.number, self.rule, self.child, self.taken_s = number, rule, 0, 0.0
+        self.allowed: Allowed | None = None
 
 
 class Guide:

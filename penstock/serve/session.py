@@ -34,6 +34,7 @@ from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.kv_pages import KvPages
 from penstock.runtime.movers import DiskReader, waited_for
+from penstock.runtime.open_passes import OpenPassRunner, open_lowering
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
 from penstock.runtime.uploads import keep_asked, lift_weights
 from penstock.serve.kept import Held
@@ -146,11 +147,14 @@ class Session:
             beside = replace(how, poisoned=True)
             device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, beside)[0])
         self._answer: Answer = self._binding.answer
+        self._given: Answer | None = None  # in place of what routers say
+        self._heard: list[OnRoute] = []  # who hears the answers that caches ask for
         self._work = Dispatch(self._binding, device)
         # numpy has little left to do, and the threads of its BLAS spin while they wait. Beside one other busy process
         # a product of 8 rows took 40 times as long with two of these threads as with one (docs/LOG.md).
         opened.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
         self._executor = self._new_executor()
+        self.lowering, self._open_runner = self._new_lowering()
         opened.callback(lambda: self._executor.close())
 
     def step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -174,11 +178,10 @@ class Session:
         self._executor.recording = bool(self.watchers)
         if self.device is not None:
             self.device.time_tasks(bool(self.watchers))
-        run = self._executor.run_serial if self._how.serial else self._executor.run
         # Damaged weights overflow. The sampler says so once; numpy would say so many times.
         try:
             with np.errstate(all="ignore"):
-                timeline = run(self._counted(p))
+                timeline = self._run(p)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not self._saves_late:
                 self.held.broke_off(p)
@@ -203,6 +206,16 @@ class Session:
             rows = self.lowering.layout.act(HOST, batch.id, "rows", 4 * shape[0] * shape[1])
             self.hidden.append(self._arenas.array(rows, np.float32, shape) if batch.hidden else None)
         return logits
+
+    def _run(self, p: Pass) -> Timeline:
+        runner = self._open_runner
+        open_pass = self.lowering.open_pass(p) if runner is not None else None
+        if runner is None or open_pass is None or not runner.can(open_pass):
+            run = self._executor.run_serial if self._how.serial else self._executor.run
+            return run(self._counted(p))
+        timeline = self._executor.run_open(runner, open_pass, p, self._given, self._heard)
+        self._traffic.streamed_bytes += runner.loaded_bytes
+        return timeline
 
     def settled_kv(self) -> KvPages:
         """The KV pages, for use until the next pass. What the last pass saves may still be on its way to a disk, or
@@ -321,10 +334,12 @@ class Session:
             return experts
 
         self._answer = answer
+        self._heard.append(heard)
         try:
             yield
         finally:
             self._answer = answer_before
+            self._heard.remove(heard)
 
     @contextmanager
     def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
@@ -340,12 +355,12 @@ class Session:
             return experts
 
         instead = self.hearing_routers(lambda call, _: self._binding.set_routes(call, given(call)))
-        self._answer = answer
+        self._answer, self._given = answer, given
         with instead if every_pass else nullcontext():
             try:
                 yield
             finally:
-                self._answer = self._binding.answer
+                self._answer, self._given = self._binding.answer, None
 
     def drain(self) -> None:
         """Waits for the loads under way, so that counters stand still."""
@@ -366,7 +381,15 @@ class Session:
         self._executor.close()
         self._work.forget()
         self._traffic.forget()
-        self._executor, self.lowering = self._new_executor(), Lowering(self.plan)
+        self._executor = self._new_executor()
+        self.lowering, self._open_runner = self._new_lowering()
+
+    def _new_lowering(self) -> tuple[Lowering, OpenPassRunner | None]:
+        """A lowering whose caches are empty, and what runs its open passes. No pass is one where tasks are to be done
+        one by one, or by numpy, or beside a device."""
+        if not isinstance(self._binding, NativeBinding) or self._how.serial or self.device is not None:
+            return Lowering(self.plan), None
+        return open_lowering(self.plan, self._binding, self.reader, self._arenas)
 
     def _new_executor(self) -> Executor:
         return Executor(self._work, self.plan.units, self._origin_s)

@@ -376,12 +376,6 @@ def parts_by_key(model: ModelSpec, weights: Format) -> Mapping[str, Part]:
     return MappingProxyType({part.key: part for part in parts(model, weights)})
 
 
-@lru_cache(maxsize=64)
-def granule_bytes(model: ModelSpec, weights: Format) -> dict[str, int]:
-    """Part key → bytes of a granule. Whoever adds up thousands of units asks no part for it."""
-    return {part.key: part.granule_bytes for part in parts(model, weights)}
-
-
 def norm_before(spec: ModelSpec, layer: int | None) -> tuple[str, bool, int]:
     """(key of its part, whether the model has it, values of a row) of the norm before a layer's blocks, or before the
     head where `layer` is None."""

@@ -143,4 +143,6 @@ def test_the_papers_mathematics_knows_no_plans() -> None:
     for path in FILES:
         if path.relative_to(ROOT).parts[:2] == ("planner", "programs"):
             ours = {name for name in imports(path) if name.startswith("penstock.")}
-            assert all(name.startswith((*may, "penstock.errors")) for name in ours), f"{path} imports {ours}"
+            assert all(name.startswith((*may, "penstock.errors", "penstock.units")) for name in ours), (
+                f"{path} imports {ours}"
+            )

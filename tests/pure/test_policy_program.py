@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.papers.flexgen import kv_bytes, weight_bytes
+from penstock.planner.programs.block_sizes import BATCH_STEP, MOST_BATCHES, blocks
 from penstock.planner.programs.policy import (
     COMPUTE,
     KINDS,
@@ -28,7 +29,7 @@ from penstock.planner.programs.policy import (
 )
 from penstock.planner.programs.whole_layers import whole_layers
 from penstock.planner.solve import flexgen
-from penstock.planner.solve.flexgen import BATCH_STEP, MOST_BATCHES, blocks, search
+from penstock.planner.solve.flexgen import search
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem

@@ -26,8 +26,8 @@ from penstock.planner.programs.pipo_memory import (
     peaks,
     sizes,
 )
+from penstock.planner.sizes import chunk_options
 from penstock.planner.solve import pipo, settle_context
-from penstock.planner.solve.fill import chunk_options
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask

@@ -15,12 +15,14 @@ from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.verify import verify
 from penstock.planner.bound import score_s
+from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
 from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers, whole_layers
+from penstock.planner.shares import split_granules
 from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context
-from penstock.planner.solve.flexgen import BATCH_STEP, blocks, candidates, chunk_options, plan_of, search
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, split_granules
+from penstock.planner.solve.flexgen import candidates, chunk_options, plan_of, search
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.machine import Capacity

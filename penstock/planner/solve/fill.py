@@ -6,13 +6,14 @@ plan of these, with every field set and all arenas sized. No other module of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.graph.arenas import Layout, neurons_of, with_arenas
+from penstock.planner.sizes import page_tokens, shared_tokens
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
@@ -20,12 +21,6 @@ from penstock.spec.parts import FFNS, PAGE_BYTES, SUM_GRANULES, Part, predictor_
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
-
-# The most rows of a usual chunk of a prompt. Weights are read once a chunk. With more rows, computing takes longer than
-# reading anyway.
-CHUNK_ROWS = 512
-MIN_CHUNK_ROWS = 16
-
 
 # (lo, hi, home, executor of decode, executor of prefill, the most bytes of a unit) of granules lo..hi of a part.
 Run = tuple[int, int, Tier, Executor, Executor, int]
@@ -130,12 +125,6 @@ def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, .
     return tuple(replace(unit, active=share) if unit.part in by_neurons else unit for unit in units)
 
 
-def page_tokens(context: int) -> int:
-    """Tokens of a KV page. Short pages waste less memory on a short context, and long pages are read faster: attention
-    over pages of 64 takes 1.1 times as long as over pages of 256 (docs/LOG.md)."""
-    return 256 if context >= 1024 else 64
-
-
 def _shared(plan: Plan, ask: Ask) -> Plan:
     """The plan with pools whose pages sequences share, for the tokens that were asked for: of as many of the batch's
     sequences as the plan has at once."""
@@ -145,30 +134,6 @@ def _shared(plan: Plan, ask: Ask) -> Plan:
     tokens = shared_tokens(ask, plan.page_tokens * layout.kv.page_group)
     pages = max(layout.kv.pages_per_seq, tokens // plan.page_tokens)
     return replace(plan, kv_pages=pages if pages < layout.kv.pages else 0)
-
-
-def shared_tokens(ask: Ask, page_tokens: int) -> int:
-    """Tokens that pools have room for: those asked for, in whole pages of each sequence, from one whole context to as
-    many as there are sequences."""
-    assert ask.context is not None, "settle_context came first"
-    context = round_up(ask.context, page_tokens)
-    if ask.kv_tokens is None:
-        return ask.batch * context
-    each = round_up(-(-ask.kv_tokens // ask.batch), page_tokens)
-    return min(ask.batch * context, max(context, ask.batch * each))
-
-
-def chunk_options(ask: Ask) -> list[int]:
-    """Rows of a prompt's chunk to try, most first. Each chunk reads all weights that stream, so for long prompts chunks
-    of more than CHUNK_ROWS are tried too."""
-    most = max(MIN_CHUNK_ROWS, min(CHUNK_ROWS, ask.context or CHUNK_ROWS))
-    longer = [rows for rows in (2048, 1024) if rows <= min(ask.prompt_tokens, ask.context or 0) and rows > most]
-    return [*longer, most, *(rows for rows in (128, 32, MIN_CHUNK_ROWS) if rows < most)]
-
-
-def usual_chunks(ask: Ask) -> Iterator[int]:
-    """`chunk_options` of at most CHUNK_ROWS. Longer chunks only save reading from a disk."""
-    return (rows for rows in chunk_options(ask) if rows <= CHUNK_ROWS)
 
 
 def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:

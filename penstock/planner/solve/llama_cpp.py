@@ -12,7 +12,7 @@ from functools import cache, partial
 from penstock.planner.candidate import Candidate
 from penstock.planner.homes import kv_layers
 from penstock.planner.shares import all_of
-from penstock.planner.solve.fill import usual_chunks
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.places import GPU

@@ -34,7 +34,7 @@ from penstock.planner.programs import neurons as ilp
 from penstock.planner.programs import placement
 from penstock.planner.programs.neuron_choice import Choose, Chosen, by_program, by_seconds, drawn, hottest
 from penstock.planner.shares import Resident, all_of
-from penstock.planner.solve.fill import usual_chunks
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device
 from penstock.spec.parts import Part, active_columns

@@ -13,6 +13,7 @@ from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, foretold_of, share_of, sparsity_of
 from penstock.planner.routing import RouterTrace
+from penstock.planner.shares import most_that_fit
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -171,26 +172,8 @@ class Problem:
 
     def most_on_device(self, count: int, plan_of: Callable[[int], Plan]) -> int:
         """The largest number n up to `count` for which the device's memory has room for `plan_of(n)`; 0 if there is
-        none.
-
-        Bytes rise nearly evenly with n, but for huge pages and scratch. So the next n to try is interpolated, which
-        asks for fewer plans than halving does."""
-
-        def used(number: int) -> int:
-            return plan_of(number).tier_bytes()[GPU.executor]
-
-        if used(count) <= self.device_bytes:
-            return count
-        lo, hi, at_lo, at_hi = 0, count, used(0), used(count)
-        while hi - lo > 1:
-            share = (self.device_bytes - at_lo) / max(1, at_hi - at_lo)
-            guess = min(hi - 1, max(lo + 1, lo + int(share * (hi - lo))))
-            nbytes = used(guess)
-            if nbytes <= self.device_bytes:
-                lo, at_lo = guess, nbytes
-            else:
-                hi, at_hi = guess, nbytes
-        return lo
+        none."""
+        return most_that_fit(count, lambda n: plan_of(n).tier_bytes()[GPU.executor], self.device_bytes)
 
     def bytes_of(self, granules: Mapping[str, int]) -> int:
         """Bytes of some granules of some parts. `granules`: part key → how many."""

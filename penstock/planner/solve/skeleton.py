@@ -14,7 +14,8 @@ from typing import TypeVar
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.reasons import lifted_units
 from penstock.planner.shares import Resident
-from penstock.planner.solve.fill import MIN_CHUNK_ROWS, Kv, Run, filled, units
+from penstock.planner.sizes import MIN_CHUNK_ROWS
+from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk

@@ -23,18 +23,16 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
+from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
 from penstock.planner.programs.whole_layers import whole_layers
-from penstock.planner.solve.fill import MIN_CHUNK_ROWS
+from penstock.planner.sizes import MIN_CHUNK_ROWS
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.places import GPU, HOST, Executor
 from penstock.spec.plan import Plan
-from penstock.units import round_up
 
-BATCH_STEP, MOST_BATCHES = 4, 19
-_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, MOST_BATCHES)
 # Up to 61 sizes of a block are all tried: so many have some 1,000 sequences. 10,000 sequences have 94 sizes, and to try
 # all of them took 20 s with a device. Of more sizes, blocks of 1 or 2 batches are tried first.
 _MANY_SIZES, _USUAL_BATCHES = 61, (1, 2)
@@ -63,20 +61,6 @@ class BestPolicy(NamedTuple):
 def a_sequence(shape: BlockShape, block_s: float) -> float:
     """Seconds a sequence, if a block takes `block_s` seconds."""
     return block_s * -(-shape.problem.ask.batch // shape.block) / shape.problem.ask.batch
-
-
-def blocks(batch: int, whole: bool) -> list[tuple[int, int]]:
-    """(sequences of a batch, batches of a block) to try for `batch` sequences, the largest block first. `whole`: all
-    sequences go in one block; otherwise also in several blocks of one size. No block has an empty batch."""
-    sizes_tried, block = set(), batch
-    while True:
-        for batches in _BATCHES:
-            size = round_up(-(-block // batches), BATCH_STEP)
-            if (batches - 1) * size < batch:
-                sizes_tried.add((size, batches))
-        if whole or block <= BATCH_STEP:
-            return sorted(sizes_tried, key=lambda sizes: (-sizes[0] * sizes[1], sizes))
-        block = -(-block // 2)
 
 
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[Way, BestPolicy]:
@@ -198,21 +182,7 @@ _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores o
 
 
 def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
-    """Sentences about the block, and what the program says of it."""
-    shape, solution = best.shape, best.solution
-    placed = {part.key for part in shape.placed}
-    return (
-        *in_blocks(plan, shape.problem.ask.batch, placed, shape.kv_bytes),
-        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
-        f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
-        *sentences(plan, shape.problem.cost, shape.problem.half_way),
-    )
-
-
-_LANE = {
-    lp.READ: "bound by reading the disk",
-    lp.WRITE: "bound by writing to the disk",
-    lp.TO_DEVICE: "bound by the link to the device",
-    lp.TO_HOST: "bound by the link to RAM",
-    lp.COMPUTE: "bound by computing",
-}
+    """Sentences about the block, what the program says of it, and delegated attention."""
+    problem, placed = best.shape.problem, {part.key for part in best.shape.placed}
+    told = in_blocks(plan, problem.ask.batch, placed, best.shape.kv_bytes, best.solution)
+    return *told, *sentences(plan, problem.cost, problem.half_way)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers
+from penstock.planner.shares import split_granules
 from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import most_together
@@ -186,24 +186,3 @@ class BlockShape:
             whole = max(whole, round_up(most_together(units, self.problem.parts), ARENA_ALIGN))
         stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
-
-
-def split_granules(placed: Sequence[Part], shares: Shares) -> dict[str, tuple[int, int]]:
-    """Part key → (the end of its granules at home with the executor, the end of its granules in RAM). The others are on
-    the disk.
-
-    Of the layers up to any one, a faster tier never holds more than its share, and never less by more than a granule or
-    two. Of each layer the FFN's granules leave the executor first, because they are smaller."""
-    ends: dict[str, tuple[int, int]] = {}
-    total = away = disk = 0
-    for layer in sorted({part.layer for part in placed}):
-        those = sorted((part for part in placed if part.layer == layer), key=lambda part: part.kind != "ffn")
-        total += sum(part.nbytes for part in those)
-        for part in those:
-            owed = ((1 - shares[0]) * total - away) / part.granule_bytes - 1e-6
-            leaves = max(0, min(part.granules, ceil(owed)))
-            owed_to_disk = (shares[2] * total - disk) / part.granule_bytes - 1e-6
-            far = max(0, min(leaves, ceil(owed_to_disk))) if shares[1] > 0 else leaves
-            away, disk = away + leaves * part.granule_bytes, disk + far * part.granule_bytes
-            ends[part.key] = (part.granules - leaves, part.granules - far)
-    return ends

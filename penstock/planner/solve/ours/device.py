@@ -16,7 +16,7 @@ from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import beside_device
 from penstock.planner.shares import all_of
-from penstock.planner.solve.fill import usual_chunks
+from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares

@@ -20,7 +20,7 @@ from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.reasons import layers_there, with_experts
 from penstock.planner.shares import share_slots
-from penstock.planner.solve import fill
+from penstock.planner.sizes import CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
@@ -36,8 +36,7 @@ _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those th
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Plans that fit into both memories; none where the least does not."""
     sizes = [
-        device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False)
-        for rows in fill.chunk_options(problem.ask)
+        device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False) for rows in chunk_options(problem.ask)
     ]
     for skeleton in [*sizes, replace(smallest(problem), prompts=False)]:
         any_fits = False
@@ -45,10 +44,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
-                if skeleton.chunk_rows <= fill.CHUNK_ROWS or _reads(candidate.plan):
+                if skeleton.chunk_rows <= CHUNK_ROWS or _reads(candidate.plan):
                     yield candidate
                     any_fits = True
-        if any_fits and skeleton.chunk_rows <= fill.CHUNK_ROWS:
+        if any_fits and skeleton.chunk_rows <= CHUNK_ROWS:
             return
 
 

@@ -16,7 +16,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.firing import Firing
 from penstock.planner.reasons import without_device
 from penstock.planner.shares import Resident
-from penstock.planner.solve import fill
+from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.problem import Problem, too_little
@@ -71,7 +71,7 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     """
     any_found = False
     for in_memory in _kv_options(problem):
-        for chunk_rows in fill.chunk_options(problem.ask):
+        for chunk_rows in chunk_options(problem.ask):
             least_ring, *rings = ring_options(problem)
             tried = max(1, len(rings))
             if near_ring_bytes is not None:
@@ -81,9 +81,9 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             fitting = list(islice(_fitting(size, rings), tried)) or list(_fitting(size, [least_ring]))
             yield from chain.from_iterable(fitting)
             any_found |= bool(fitting)
-            if fitting and chunk_rows <= fill.CHUNK_ROWS:
+            if fitting and chunk_rows <= CHUNK_ROWS:
                 break
-        if in_memory == problem.layers and any_found and chunk_rows > fill.MIN_CHUNK_ROWS:
+        if in_memory == problem.layers and any_found and chunk_rows > MIN_CHUNK_ROWS:
             return
     if any_found:
         return
@@ -148,7 +148,7 @@ def _least(problem: Problem) -> list[Skeleton]:
     """The smallest skeletons: with KV in memory, and with all KV on the disk in a window of one layer."""
     kinds = [(problem.layers, "overlapped")] if problem.ask.kv_home != "disk" else []
     kinds += [(0, "saving")] if problem.ask.kv_home != "memory" else []
-    return [skeleton(problem, fill.MIN_CHUNK_ROWS, n, ring_options(problem)[0], order) for n, order in kinds]
+    return [skeleton(problem, MIN_CHUNK_ROWS, n, ring_options(problem)[0], order) for n, order in kinds]
 
 
 def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
@@ -157,7 +157,7 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
     if problem.may_stay is None:
         whole = size.plan({})
         if problem.fits(whole):
-            if size.chunk_rows <= fill.CHUNK_ROWS:  # longer chunks only save reading, and this plan reads nothing
+            if size.chunk_rows <= CHUNK_ROWS:  # longer chunks only save reading, and this plan reads nothing
                 yield [Candidate("RAM", whole, without_device(whole, problem.ask))]
             return
     for ring in rings:

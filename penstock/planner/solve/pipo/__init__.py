@@ -18,7 +18,7 @@ from penstock.planner.paper_reasons import by_equation_1, in_pipeline
 from penstock.planner.programs import pipo_memory as memory
 from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.shares import Resident
-from penstock.planner.solve.fill import chunk_options
+from penstock.planner.sizes import chunk_options
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.parts import PINNED

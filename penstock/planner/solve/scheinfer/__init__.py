@@ -21,7 +21,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import in_slices
 from penstock.planner.programs.slicing import Option, assign, best_r_cg
 from penstock.planner.shares import Resident, share_out
-from penstock.planner.solve.fill import page_tokens, shared_tokens, usual_chunks
+from penstock.planner.sizes import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
 from penstock.planner.solve.scheinfer.rows import best_rows, with_rows

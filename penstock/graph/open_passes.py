@@ -1,0 +1,111 @@
+"""Passes that are known but for what routers say: for every token of a model whose experts come from a disk.
+
+Such a pass is lowered once per shape. Its calls come again, with other positions, but for loads of experts and the
+calls that compute them. An open pass has marks in their places: here a router is answered and what its layer's cache
+misses is read, here what was asked for is computed. Who runs it decides by the same cache (`graph/cache`), and needs no
+lowering between layers: that took 0.1 ms from a router's end to the first read of a layer that missed (docs/LOG.md).
+The tasks of the lowering are what it must equal: tests run both, and `run_serial` has the tasks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from penstock.graph import ops
+from penstock.graph.repeats import Shape, shape_of
+from penstock.graph.tasks import Call, Pass, Task
+from penstock.spec.places import CPU, HOST
+from penstock.spec.plan import Plan
+
+_KEPT = 16  # shapes of passes that are remembered
+
+
+class Action(Enum):
+    """What is left open.
+
+    ASK      the router's answer is taken, and what its layer's cache misses is read
+    GUESS    the same of what the router says to another input, ahead of that layer
+    COMPUTE  experts that were asked for are computed, those in the cache first, the others as they come
+    """
+
+    ASK = "ask"
+    GUESS = "guess"
+    COMPUTE = "compute"
+
+
+class Mark(NamedTuple):
+    """`action` comes before call number `at`. `call`: of the router that answers, of COMPUTE one that computes."""
+
+    at: int
+    action: Action
+    layer: int
+    call: Call
+
+
+class OpenPass(NamedTuple):
+    """The calls of a pass in order, all on the host but for `Fetch`, and marks in rising order. `shape`: of the
+    passes that it stands for; `batch`: all calls have this one's id, in each pass at other positions."""
+
+    shape: Shape
+    calls: tuple[Call, ...]
+    marks: tuple[Mark, ...]
+
+
+class OpenPasses:
+    """The open passes of a plan, by shape."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._least_slots = min((cache.slots for cache in plan.caches), default=0)
+        self._active = max((layer.active for layer in plan.target.spec.layers if layer.routed), default=0)
+        self._known: dict[Shape, OpenPass | None] = {}  # None: it has something that no open pass has
+
+    def may_be(self, p: Pass) -> bool:
+        """Whether a pass whose stretches are known (`Stretches.apply`) can be an open pass: of one batch, whose rows
+        want no more experts of a layer than it has slots."""
+        return len(p.batches) == 1 and p.batches[0].total_rows * self._active <= self._least_slots
+
+    def find(self, p: Pass) -> OpenPass | None:
+        """The open pass of a pass that may be one; None where its shape is not known yet."""
+        return self._known.get(shape_of(p))
+
+    def keep(self, p: Pass, tasks: Iterator[Task]) -> Iterator[Task]:
+        """Hands the tasks on, and remembers them."""
+        shape = shape_of(p)
+        if shape in self._known:
+            yield from tasks
+            return
+        seen: list[Task] = []
+        for task in tasks:
+            seen.append(task)
+            yield task
+        while len(self._known) >= _KEPT:
+            del self._known[next(iter(self._known))]
+        self._known[shape] = opened(shape, seen)
+
+
+def opened(shape: Shape, tasks: list[Task]) -> OpenPass | None:
+    """The open pass of a pass that was lowered with some answers. None where its tasks are not those of one."""
+    calls: list[Call] = []
+    marks: list[Mark] = []
+    computing: Call | None = None  # experts of the layer at hand
+    for task in tasks:
+        for call in task.calls:
+            op = call.operands
+            if isinstance(op, ops.Load) and op.target.arena == f"{HOST}.cache":
+                continue
+            if isinstance(op, ops.Experts) and op.outputs:
+                computing = computing or call
+                continue
+            if task.lanes != (CPU,) and not isinstance(op, ops.Fetch):
+                return None
+            if isinstance(op, ops.Combine):
+                if computing is None:
+                    return None
+                marks.append(Mark(len(calls), Action.COMPUTE, op.layer, computing))
+                computing = None
+            calls.append(call)
+            if isinstance(op, ops.Route):
+                marks.append(Mark(len(calls), Action.GUESS if op.guesses else Action.ASK, op.layer, call))
+    return OpenPass(shape, tuple(calls), tuple(marks))
