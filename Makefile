@@ -69,7 +69,7 @@ bench-quality: .venv/run.stamp ## what int8 and int4 cost the bundled model, as 
 bench-accuracy: .venv/run.stamp ## FlexGen's Table 5 for three small models: 4 bits, of weights and of KV: perplexity, LAMBADA's last words
 	@$(BIN)/python -m bench.accuracy $(ARGS)
 
-bench-cpu: .venv/bench.stamp ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention
+bench-cpu: .venv/bench.stamp build/llamacpp-avx2 ## 1B and 8B shapes in memory against llama.cpp (installed by building it): decode, prefill, attention, every family of kernels
 	@$(BIN)/python -m bench.cpu $(ARGS)
 
 bench-predict: .venv/plot.stamp ## predicted beside measured in 32 settings of 1B and 8B shapes; the picture goes into docs/
@@ -149,6 +149,13 @@ clean: ## remove .venv, build and caches
 	@echo "make: installing what is measured against: llama.cpp is compiled for this processor, some minutes"
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --no-build-isolation -e '.[bench]'
 	@touch $@
+
+# llama.cpp as it is on a processor that has AVX2 and nothing newer.
+build/llamacpp-avx2: constraints.txt | .venv/bench.stamp
+	@echo "make: compiling llama.cpp once more, for AVX2 alone: some minutes"
+	@CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=OFF -DGGML_AVX_VNNI=OFF" \
+	    $(PIP) --no-deps --no-binary llama-cpp-python --target $@-new llama-cpp-python
+	@rm -rf $@ && mv $@-new $@
 
 .venv/plot.stamp: constraints.txt pyproject.toml | .venv/run.stamp
 	@echo "make: installing what draws plots"

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.cpu_families import attention, families
 from bench.peers import Answer, Worker
 from bench.peers.random_gguf import bytes_per_token, load_config, write
 from penstock import _native
@@ -59,9 +60,9 @@ class Ceilings:
         self.readings["ram_read_bytes_per_s"].append(CEILING_BYTES / seconds)
         return CEILING_BYTES / seconds
 
-    def peak(self, name: str, kind: str) -> float:
+    def peak(self, name: str, kind: str, isa: str | None = None) -> float:
         """Operations per second in registers, a multiplication and an addition counting as two."""
-        found = _native.peak_per_s(kind, self.threads)
+        found = _native.peak_per_s(kind, self.threads, isa)
         self.readings.setdefault(name, []).append(found)
         return found
 
@@ -205,6 +206,22 @@ def measure(name: str, config_file: Path, folder: Path, rounds: int, ceilings: C
     }
 
 
+def measure_last(name: str, config_file: Path, folder: Path, wanted: argparse.Namespace, ceilings: Ceilings) -> Any:
+    """Families of kernels, and attention by the cache's format, of the last shape that was asked for."""
+    config = load_config(config_file)
+    model, gguf = folder / f"{config_file.stem}-int4", folder / f"{config_file.stem}-q4_0.gguf"
+    context, rounds, found = min(CONTEXT, config["max_position_embeddings"]), wanted.rounds, {}
+    if "isa" in wanted.only:
+        write_models(config_file, model, gguf)
+        tokens = int(max(4, min(MOST_DECODE_TOKENS, DECODE_BYTES // bytes_per_token(config))))
+        found["isa"] = families(model, gguf, config_file, context, tokens, rounds, ceilings)
+    if "attention" in wanted.only:
+        write_models(config_file, model, gguf)
+        for tokens in (LONG_TOKENS, 4 * LONG_TOKENS):
+            found[f"attention_{tokens // 1024}k"] = attention(model, tokens, context, rounds, ceilings)
+    return {**found, "isa_shape": name}
+
+
 def _shape(text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
     if not path and name not in DEFAULT_SHAPES:
@@ -217,6 +234,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (11 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=LEAST_ROUNDS)
     parser.add_argument("--threads", type=int, default=host.usable_cpus())
+    parser.add_argument(
+        "--only", choices=("engines", "isa", "attention"), nargs="+", default=["engines", "isa", "attention"]
+    )
     parser.add_argument("--shapes", type=_shape, nargs="+", metavar="NAME[=CONFIG.JSON]", help="default 1b 8b")
     wanted = parser.parse_args()
     if wanted.rounds < LEAST_ROUNDS:
@@ -226,8 +246,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, config_file in wanted.shapes or DEFAULT_SHAPES.items():
+        shapes = dict(wanted.shapes or DEFAULT_SHAPES)
+        for name, config_file in shapes.items() if "engines" in wanted.only else ():
             results[name] = measure(name, config_file, folder, wanted.rounds, ceilings)
+        results |= measure_last(*list(shapes.items())[-1], folder, wanted, ceilings)
     machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
     bounds = {name: spread(readings) for name, readings in ceilings.readings.items()}
     for name, bound in bounds.items():

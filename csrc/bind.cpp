@@ -147,17 +147,23 @@ Expected make_expected(const Checksums* checksums, std::int64_t first, std::int6
     return {checksums->sums, first, stride};
 }
 
+// The kernels of this name; none: the best ones.
+const Kernels& kernels_of(const std::optional<std::string>& isa) {
+    const Kernels* const kernels = isa ? find_kernels(isa->c_str()) : best_kernels();
+    if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + *isa + " kernels").c_str());
+    return *kernels;
+}
+
 nb::bytes py_granule_sums(std::uintptr_t address, std::int64_t count, std::int64_t stride,
                           const std::optional<std::string>& isa) {
     if (count < 0 || stride < kLeastHashed) throw nb::value_error("a granule has more than 240 bytes");
-    const Kernels* const kernels = isa ? find_kernels(isa->c_str()) : best_kernels();
-    if (kernels == nullptr) throw nb::value_error(("this processor or build has no " + *isa + " kernels").c_str());
+    const Kernels& kernels = kernels_of(isa);
     std::vector<std::uint64_t> hashes(static_cast<std::size_t>(count));
     {
         nb::gil_scoped_release release;
         for (std::int64_t i = 0; i < count; ++i) {
             hashes[static_cast<std::size_t>(i)] =
-                kernels->hash(pointer(address) + i * stride, static_cast<std::size_t>(stride));
+                kernels.hash(pointer(address) + i * stride, static_cast<std::size_t>(stride));
         }
     }
     return nb::bytes(hashes.data(), hashes.size() * sizeof(std::uint64_t));
@@ -193,10 +199,11 @@ double py_ram_read_s(std::uintptr_t address, std::size_t nbytes, int threads, in
     return ram_read_s(pointer(address), nbytes, threads, repeats);  // std::invalid_argument becomes ValueError
 }
 
-double py_peak_per_s(const std::string& kind, int threads) {
+double py_peak_per_s(const std::string& kind, int threads, const std::optional<std::string>& isa) {
     if (kind != "int8" && kind != "float32") throw nb::value_error(("there is no peak of " + kind).c_str());
+    const Kernels& kernels = kernels_of(isa);
     nb::gil_scoped_release release;
-    return peak_per_s(kind == "int8", threads);
+    return peak_per_s(kernels, kind == "int8", threads);
 }
 
 }  // namespace
@@ -331,7 +338,7 @@ NB_MODULE(_native, m) {
             "at"_a, "error"_a = 0, "most_bytes"_a = 0, "forever"_a = true);
     m.def("drop_cached", &py_drop_cached, "fd"_a, "offset"_a, "nbytes"_a);
     m.def("ram_read_s", &py_ram_read_s, "address"_a, "nbytes"_a, "threads"_a, "repeats"_a);
-    m.def("peak_per_s", &py_peak_per_s, "kind"_a, "threads"_a);
+    m.def("peak_per_s", &py_peak_per_s, "kind"_a, "threads"_a, "isa"_a = nb::none());
 
     bind_ops(m);
 }

@@ -166,7 +166,8 @@ template <Kind kind, int n, int k>
     // Scales of a group; fours of each.
     constexpr int kParts = kLayout.scaled < kBlockGroup ? kBlockGroup / kLayout.scaled : 1, kFours = 8 / kParts;
     constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
-    constexpr int kChains = kParts == 1 && n * k < 8 ? 2 : 1;
+    constexpr int kChains = kParts == 1 && n * k * (kTileRows / kLanes) < 8 ? 2 : 1;
+    using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
     for (int i = 0; i < k; ++i) {
         for (int l = 0; l < kLayout.low + kLayout.high; ++l) {
             prefetch(p + std::size_t(i) * next + std::size_t(64 * l) + ahead, reused);
@@ -175,7 +176,7 @@ template <Kind kind, int n, int k>
     F scaled[n][k];
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-        I whole[n][k][kChains];
+        Sum whole[n][k][kChains];
         for (int r = 0; r < n; ++r) {
             I begin = i_zero();
             if constexpr (kLayout.offset > 0) {
@@ -183,10 +184,7 @@ template <Kind kind, int n, int k>
                 const int sum = kParts == 2 ? halves[part * n] : halves[0] + halves[n];
                 begin = i_set(-kLayout.offset * sum);
             }
-            for (int i = 0; i < k; ++i) {
-                whole[r][i][0] = begin;
-                if constexpr (kChains == 2) whole[r][i][1] = i_zero();
-            }
+            for (int i = 0; i < k; ++i) whole[r][i][0].total = begin;
         }
 #pragma GCC unroll 8
         for (int j = 0; j < kFours; ++j) {
@@ -195,17 +193,22 @@ template <Kind kind, int n, int k>
             for (int i = 0; i < k; ++i) codes[i] = four_codes<kind>(p + std::size_t(i) * next, l);
             for (int r = 0; r < n; ++r) {
                 const std::int8_t* const four = x.q + (l * n + r) * 4;
-                for (int i = 0; i < k; ++i) {
-                    I& sum = whole[r][i][j % kChains];
-                    sum = i_dot<kNarrow>(sum, codes[i], four);
+                for (int i = 0; i < k; ++i) whole[r][i][j % kChains].add(codes[i], four);
+            }
+            if constexpr (Sum::kFull > 0) {
+                if ((j + 1) % (Sum::kFull * kChains) != 0 && j + 1 != kFours) continue;
+                for (int r = 0; r < n; ++r) {
+                    for (int i = 0; i < k; ++i) {
+                        for (Sum& sum : whole[r][i]) sum.widen();
+                    }
                 }
             }
         }
         for (int i = 0; i < k; ++i) {
             const F scale = factors[i].scale[kLayout.scale_of(kBlockGroup * g) + part];
             for (int r = 0; r < n; ++r) {
-                I total = whole[r][i][0];
-                if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
+                I total = whole[r][i][0].total;
+                if constexpr (kChains == 2) total = i_add(total, whole[r][i][1].total);
                 if constexpr (kParts == 1) {
                     sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x.scale[r])), sums.at[r][i]);
                 } else {

@@ -6,9 +6,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int kUnpackedGroups = 8;  // at a time: 4 KiB of factors and 8 of codes, which stay in the L1 cache
-constexpr int kUnpackedPanels = 8;  // that take them one after the other: their sums take 6 KiB
-constexpr bool kHoldsSums = kWideRows * kWideTiles > 4;  // there are registers for sums beside those of a group
+constexpr int kUnpackedGroups = 8;            // at a time: 4 KiB of factors and 8 of codes, which stay in the L1 cache
+constexpr int kUnpackedPanels = 8;            // that take them one after the other: their sums take 6 KiB
+constexpr bool kHoldsSums = kRegisters > 16;  // there are registers for sums beside those of a group
 using WideSums = F[kWideRows][kWideTiles];
 
 // Whether codes are unpacked too. With two scales a group there are no registers left to do it beside the products: a
@@ -63,6 +63,7 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
     constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout), kFours = 8 / kParts;
     constexpr bool kMinimum = BlockFactors<kind>::kMinimum;
     constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
+    using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
     // With two scales a group sums stay in memory: there are no registers for them beside the sums of a group.
     constexpr bool kHeld = kParts == 1 && kHoldsSums;
     F held[n][k];
@@ -74,14 +75,14 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
         F scaled[n][k];
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
-            I whole[n][k];
+            Sum whole[n][k];
             for (int r = 0; r < n; ++r) {
                 I begin = i_zero();
                 if constexpr (kLayout.offset > 0) {
                     const int half = x.halves[part * n + r];
                     begin = i_set(-kLayout.offset * (kParts == 2 ? half : half + x.halves[n + r]));
                 }
-                for (int i = 0; i < k; ++i) whole[r][i] = begin;
+                for (int i = 0; i < k; ++i) whole[r][i].total = begin;
             }
 #pragma GCC unroll 8
             for (int j = 0; j < kFours; ++j) {
@@ -95,15 +96,19 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
                     }
                 }
                 for (int r = 0; r < n; ++r) {
-                    for (int i = 0; i < k; ++i) {
-                        whole[r][i] = i_dot<kNarrow>(whole[r][i], codes[i], x.q + (l * n + r) * 4);
+                    for (int i = 0; i < k; ++i) whole[r][i].add(codes[i], x.q + (l * n + r) * 4);
+                }
+                if constexpr (Sum::kFull > 0) {
+                    if ((j + 1) % Sum::kFull != 0 && j + 1 != kFours) continue;
+                    for (int r = 0; r < n; ++r) {
+                        for (int i = 0; i < k; ++i) whole[r][i].widen();
                     }
                 }
             }
             for (int i = 0; i < k; ++i) {
                 const F scale = w.scale[g][part][i];
                 for (int r = 0; r < n; ++r) {
-                    const F total = f_from(whole[r][i]);
+                    const F total = f_from(whole[r][i].total);
                     if constexpr (kParts == 1) {
                         sums[r][i] = f_fma(total, f_mul(scale, f_set(x.scale[r])), sums[r][i]);
                     } else {

@@ -56,6 +56,25 @@ struct Rows {
     Operand panel(int row) const { return Operand{f, q, scale, sum, halves}.at(width, groups, row); }
 };
 
+// A sum of products of codes up to `most` with rounded activations, as i_dot and i_dot_pairs give them.
+template <int most>
+struct CodeSum {
+    // After so many products of four the sums in 16 bits may be full, and `widen` is due. 0: there are none.
+    static constexpr int kFull = kAddsPairs && most < 128 ? 32767 / (2 * 127 * most) : 0;
+    I total = i_zero(), pairs = i_zero();
+
+    void add(Line codes, const std::int8_t* four) {
+        if constexpr (kFull > 0) {
+            pairs = i_dot_pairs(pairs, codes, four);
+        } else {
+            total = i_dot<(most < 128)>(total, codes, four);
+        }
+    }
+    void widen() {
+        if constexpr (kFull > 0) total = i_add(total, i_of_pairs(pairs)), pairs = i_zero();
+    }
+};
+
 // Sums of n rows × k tiles, 16 outputs each.
 template <int n, int k>
 struct Sums {

@@ -27,17 +27,23 @@ std::int64_t int8_products(std::int64_t rounds, float* sink) {
     const std::uint8_t* volatile from = bytes;  // volatile, so that nothing moves out of the loop
     const std::int8_t four[4] = {1, 2, 3, static_cast<std::int8_t>(sink[1])};
     constexpr int kAgain = 64;
-    I chains[kPeakChains];
-    for (I& chain : chains) chain = i_zero();
+    using Sum = CodeSum<15>;
+    Sum chains[kPeakChains];
     for (std::int64_t i = 0; i < rounds; ++i) {
-        const Line weights = line(from);
+        Line weights = line(from);
 #pragma GCC unroll 64
         for (int again = 0; again < kAgain; ++again) {
-            for (I& chain : chains) chain = i_dot<true>(chain, weights, four);
+            for (Sum& chain : chains) {
+                weights = l_keep(weights);  // else products that are the same are computed once
+                chain.add(weights, four);
+            }
+            if (Sum::kFull > 0 && (again + 1) % std::max(1, Sum::kFull) == 0) {
+                for (Sum& chain : chains) chain.widen();
+            }
         }
     }
     I total = i_zero();
-    for (const I& chain : chains) total = i_add(total, chain);
+    for (const Sum& chain : chains) total = i_add(total, chain.total);
     sink[0] = static_cast<float>(i_sum(total));
     return rounds * kAgain * kPeakChains * kTileRows * 4 * 2;
 }

@@ -123,13 +123,12 @@ double ram_read_s(const std::byte* data, std::size_t nbytes, int threads, int re
     });
 }
 
-double peak_per_s(bool int8, int threads) {
-    const Kernels* kernels = best_kernels();
+double peak_per_s(const Kernels& kernels, bool int8, int threads) {
     constexpr std::int64_t kRounds = 30000;  // some milliseconds
     std::atomic<std::int64_t> operations{0};
     const double seconds = timed_s(threads, 5, [&](std::size_t) {
         float sink[2] = {1.0F, 0.5F};
-        operations = (int8 ? kernels->int8_products : kernels->float_products)(kRounds, sink);
+        operations = (int8 ? kernels.int8_products : kernels.float_products)(kRounds, sink);
     });
     return static_cast<double>(operations) * threads / seconds;
 }

@@ -15,7 +15,7 @@ struct I {
 };
 using Line = I;
 
-constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr int kFewRows = 4, kWideRows = 6, kWideTiles = 1;
 constexpr bool kUnpacksBlocks = true;
 
 inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -158,6 +158,11 @@ inline void l_store(void* p, Line x) {  // p: a multiple of 32
     _mm256_store_si256(static_cast<__m256i*>(p), x.a);
     _mm256_store_si256(static_cast<__m256i*>(p) + 1, x.b);
 }
+// x, of which the compiler does not know that it is still the same.
+inline Line l_keep(Line x) {
+    asm("" : "+x"(x.a), "+x"(x.b));
+    return x;
+}
 inline __m256i low4(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Line low_nibbles(Line x) { return {low4(x.a), low4(x.b)}; }
 inline Line high_nibbles(Line x) { return {low4(_mm256_srli_epi16(x.a, 4)), low4(_mm256_srli_epi16(x.b, 4))}; }
@@ -247,7 +252,8 @@ inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(
 template <bool nibbles>
 inline __m256i dot8(__m256i acc, __m256i weights, __m256i a) {
 #ifdef __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(acc, weights, a);
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weights), "x"(a));
+    return acc;
 #else
     if constexpr (nibbles) {
         return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, a), _mm256_set1_epi16(1)));
@@ -257,6 +263,26 @@ inline __m256i dot8(__m256i acc, __m256i weights, __m256i a) {
         return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), odd));
     }
 #endif
+}
+// Sums of two products each, in 16 bits, of codes below 128. Several are added before i_of_pairs makes 32-bit sums of
+// them, so that one multiplication does for several dot products. kAddsPairs: whether that is quicker than i_dot.
+#ifdef __AVXVNNI__
+constexpr bool kAddsPairs = false;
+#else
+constexpr bool kAddsPairs = true;
+#endif
+inline I i_dot_pairs(I pairs, Line codes, const std::int8_t* four) {
+    std::int32_t bits;
+    __builtin_memcpy(&bits, four, 4);
+    const __m256i a = _mm256_set1_epi32(bits);
+    pairs.a = _mm256_add_epi16(pairs.a, _mm256_maddubs_epi16(codes.a, a));
+    pairs.b = _mm256_add_epi16(pairs.b, _mm256_maddubs_epi16(codes.b, a));
+    asm("" : "+x"(pairs.a), "+x"(pairs.b));  // else GCC adds products first, and keeps half of the sums in memory
+    return pairs;
+}
+inline I i_of_pairs(I pairs) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(pairs.a, ones), _mm256_madd_epi16(pairs.b, ones)};
 }
 template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {

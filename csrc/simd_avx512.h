@@ -117,6 +117,11 @@ inline void h_nibbles(const void* p, H scale, H minimum, H& low, H& high) { f_ni
 
 inline Line line(const void* p) { return _mm512_loadu_si512(p); }
 inline void l_store(void* p, Line x) { _mm512_store_si512(p, x); }  // p: a multiple of 64
+// x, of which the compiler does not know that it is still the same.
+inline Line l_keep(Line x) {
+    asm("" : "+v"(x));
+    return x;
+}
 inline Line low_nibbles(Line x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Line high_nibbles(Line x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 // f_byte: byte b of each row as a float. f_bf16_even, f_bf16_odd: the first and second of each row's two bfloat16.
@@ -171,6 +176,9 @@ inline void i_store_bytes(std::int8_t* to, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
 
+constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
+I i_of_pairs(I pairs);
 inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }

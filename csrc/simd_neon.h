@@ -167,6 +167,11 @@ inline Line line(const void* p) {
     return {vreinterpretq_s32_u8(vld1q_u8(bytes)), vreinterpretq_s32_u8(vld1q_u8(bytes + 16)),
             vreinterpretq_s32_u8(vld1q_u8(bytes + 32)), vreinterpretq_s32_u8(vld1q_u8(bytes + 48))};
 }
+// x, of which the compiler does not know that it is still the same.
+inline Line l_keep(Line x) {
+    asm("" : "+m"(x));
+    return x;
+}
 inline Line low_nibbles(Line x) {
     return by_four<Line>([](int32x4_t w) { return vandq_s32(w, vdupq_n_s32(0x0f0f0f0f)); }, x);
 }
@@ -236,6 +241,9 @@ inline I i_set(std::int32_t x) {
     const int32x4_t all = vdupq_n_s32(x);
     return {all, all, all, all};
 }
+constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
+I i_of_pairs(I pairs);
 inline I i_zero() { return i_set(0); }
 // acc + Σ over the four bytes of each row: signed weights × signed activations. Two products fit into 16 bits: a weight
 // is -128 at least, an activation ±127 at most.

@@ -212,6 +212,11 @@ inline Line line(const void* p) {
     std::memcpy(r.v, p, 64);
     return r;
 }
+// x, of which the compiler does not know that it is still the same.
+inline Line l_keep(Line x) {
+    asm("" : "+m"(x));
+    return x;
+}
 inline Line low_nibbles(Line x) {
     PENSTOCK_LANES x.v[i] &= 0x0f0f0f0fU;
     return x;
@@ -313,6 +318,9 @@ inline I i_round(const F& x) {
 }
 inline void i_store_bytes(std::int8_t* to, const I& x) { PENSTOCK_LANES to[i] = static_cast<std::int8_t>(x.v[i]); }
 
+constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
+I i_of_pairs(I pairs);
 inline I i_zero() { return {}; }
 inline I i_set(std::int32_t x) {
     I r;

@@ -24,53 +24,62 @@ inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
     }
 }
 
+// Rows of a panel that float32 products take at once: with 16 registers half of a wide one, whose sums of even and of
+// odd columns take 12 of them.
+constexpr int rows_at_once(int n) { return kRegisters == 16 && n == 6 ? 3 : n; }
+
 // sums += tile · x. Even and odd columns have sums of their own, since a fused multiply-add waits 4 cycles for the one
 // before it in the same sum.
 template <Kind kind, int n, int k>
 void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& sums) {
     constexpr std::size_t kTwo = kind == Kind::kFloat32 ? 128 : 64;  // bytes of two columns
+    constexpr int kRows = rows_at_once(n);
     const std::size_t next = m.tile_bytes();
-    const float* a = x.f;
     for (int g = 0; g < series.count; ++g) {
-        const std::uint8_t* p = series.first + std::size_t(g) * series.stride;
-        F even[n][k], odd[n][k];
-        for (int r = 0; r < n; ++r) {
-            for (int i = 0; i < k; ++i) even[r][i] = odd[r][i] = f_zero();
-        }
-        int c = 0;
-        for (; c + 1 < m.cols; c += 2, p += kTwo, a += 2 * n) {
-            F w0[k], w1[k];
-            for (int i = 0; i < k; ++i) {
-                const std::uint8_t* from = p + std::size_t(i) * next;
-                prefetch(from + series.ahead, series.reused);
-                if constexpr (kind == Kind::kFloat32) prefetch(from + series.ahead + 64, series.reused);
-                two_columns<kind>(from, w0[i], w1[i]);
+        for (int from_row = 0; from_row < n; from_row += kRows) {
+            const float* a = x.f + std::ptrdiff_t(g) * m.cols * n + from_row;
+            const std::uint8_t* p = series.first + std::size_t(g) * series.stride;
+            F even[kRows][k], odd[kRows][k];
+            for (int r = 0; r < kRows; ++r) {
+                for (int i = 0; i < k; ++i) even[r][i] = odd[r][i] = f_zero();
             }
-            for (int r = 0; r < n; ++r) {
-                const F x0 = f_set(a[r]), x1 = f_set(a[n + r]);
+            int c = 0;
+            for (; c + 1 < m.cols; c += 2, p += kTwo, a += 2 * n) {
+                F w0[k], w1[k];
                 for (int i = 0; i < k; ++i) {
-                    even[r][i] = f_fma(w0[i], x0, even[r][i]);
-                    odd[r][i] = f_fma(w1[i], x1, odd[r][i]);
+                    const std::uint8_t* from = p + std::size_t(i) * next;
+                    prefetch(from + series.ahead, series.reused);
+                    if constexpr (kind == Kind::kFloat32) prefetch(from + series.ahead + 64, series.reused);
+                    two_columns<kind>(from, w0[i], w1[i]);
+                }
+                for (int r = 0; r < kRows; ++r) {
+                    const F x0 = f_set(a[r]), x1 = f_set(a[n + r]);
+                    for (int i = 0; i < k; ++i) {
+                        even[r][i] = f_fma(w0[i], x0, even[r][i]);
+                        odd[r][i] = f_fma(w1[i], x1, odd[r][i]);
+                    }
                 }
             }
-        }
-        if (c < m.cols) {
-            for (int i = 0; i < k; ++i) {
-                const std::uint8_t* from = p + std::size_t(i) * next;
-                F w;
-                if constexpr (kind == Kind::kBfloat16) {
-                    w = f_bf16_even(line(from));
-                } else if constexpr (kind == Kind::kFloat16) {
-                    w = f_half(from);
-                } else {
-                    w = f_load(from);
+            if (c < m.cols) {
+                for (int i = 0; i < k; ++i) {
+                    const std::uint8_t* from = p + std::size_t(i) * next;
+                    F w;
+                    if constexpr (kind == Kind::kBfloat16) {
+                        w = f_bf16_even(line(from));
+                    } else if constexpr (kind == Kind::kFloat16) {
+                        w = f_half(from);
+                    } else {
+                        w = f_load(from);
+                    }
+                    for (int r = 0; r < kRows; ++r) even[r][i] = f_fma(w, f_set(a[r]), even[r][i]);
                 }
-                for (int r = 0; r < n; ++r) even[r][i] = f_fma(w, f_set(a[r]), even[r][i]);
             }
-            a += n;
-        }
-        for (int r = 0; r < n; ++r) {
-            for (int i = 0; i < k; ++i) sums.at[r][i] = f_add(sums.at[r][i], f_add(even[r][i], odd[r][i]));
+            for (int r = 0; r < kRows; ++r) {
+                for (int i = 0; i < k; ++i) {
+                    F& sum = sums.at[from_row + r][i];
+                    sum = f_add(sum, f_add(even[r][i], odd[r][i]));
+                }
+            }
         }
     }
 }
@@ -82,29 +91,41 @@ template <bool int4, int kLines, int n, int k>
                                              std::size_t ahead, bool reused, const std::int8_t* a, const float* x_scale,
                                              const float* x_sum, Sums<n, k>& sums) {
     const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4);
-    constexpr int kChains = int4 && n * k < 8 ? 2 : 1;
-    I whole[n][k][kChains];
-    for (int r = 0; r < n; ++r) {
-        for (int i = 0; i < k; ++i) {
-            for (int chain = 0; chain < kChains; ++chain) whole[r][i][chain] = i_zero();
-        }
-    }
+    constexpr int kChains = int4 && n * k * (kTileRows / kLanes) < 8 ? 2 : 1;
+    constexpr int kHalves = int4 ? 2 : 1;  // codes of a byte
+    using Sum = CodeSum<int4 ? 15 : 255>;
+    Sum whole[n][k][kChains];
 #pragma GCC unroll 8
     for (int l = 0; l < lines; ++l) {
-        Line low[k], high[k];
-        for (int i = 0; i < k; ++i) {
-            const std::uint8_t* from = p + std::size_t(i) * next + std::size_t(l) * 64;
-            prefetch(from + ahead, reused);
-            const Line w = line(from);
-            low[i] = int4 ? low_nibbles(w) : w;
-            high[i] = int4 ? high_nibbles(w) : w;
-        }
-        for (int r = 0; r < n; ++r) {
-            const std::int8_t* four = a + ((int4 ? 2 : 1) * l * n + r) * 4;
+        for (int i = 0; i < k; ++i) prefetch(p + std::size_t(i) * next + std::size_t(l) * 64 + ahead, reused);
+        // Both halves of the codes, or with 16 registers one after the other: there is no room for both beside the
+        // sums.
+        constexpr int kAtOnce = kRegisters > 16 ? kHalves : 1;
+#pragma GCC unroll 2
+        for (int first = 0; first < kHalves; first += kAtOnce) {
+            Line codes[k][kAtOnce];
             for (int i = 0; i < k; ++i) {
-                whole[r][i][0] = i_dot<int4>(whole[r][i][0], low[i], four);
-                if constexpr (int4) {
-                    whole[r][i][kChains - 1] = i_dot<int4>(whole[r][i][kChains - 1], high[i], four + 4 * n);
+                const Line w = line(p + std::size_t(i) * next + std::size_t(l) * 64);
+                for (int h = 0; h < kAtOnce; ++h) {
+                    codes[i][h] = !int4 ? w : first + h == 0 ? low_nibbles(w) : high_nibbles(w);
+                }
+            }
+            for (int r = 0; r < n; ++r) {
+                for (int i = 0; i < k; ++i) {
+                    for (int h = 0; h < kAtOnce; ++h) {
+                        const int half = first + h;
+                        const std::int8_t* four = a + ((kHalves * l + half) * n + r) * 4;
+                        whole[r][i][half == 0 ? 0 : kChains - 1].add(codes[i][h], four);
+                    }
+                }
+            }
+        }
+        if constexpr (Sum::kFull > 0) {
+            constexpr int kFull = Sum::kFull * kChains / kHalves;  // in lines
+            if (l % kFull != kFull - 1 && l != lines - 1) continue;
+            for (int r = 0; r < n; ++r) {
+                for (int i = 0; i < k; ++i) {
+                    for (Sum& sum : whole[r][i]) sum.widen();
                 }
             }
         }
@@ -114,8 +135,8 @@ template <bool int4, int kLines, int n, int k>
         const std::uint8_t* at = p + std::size_t(i) * next;
         const F scale = f_half(at), minimum = f_half(at + 32);
         for (int r = 0; r < n; ++r) {
-            I total = whole[r][i][0];
-            if constexpr (kChains == 2) total = i_add(total, whole[r][i][1]);
+            I total = whole[r][i][0].total;
+            if constexpr (kChains == 2) total = i_add(total, whole[r][i][1].total);
             sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x_scale[r])), sums.at[r][i]);
             sums.at[r][i] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][i]);
         }
@@ -163,42 +184,46 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ah
 // As dot_int8, but with activations that are not rounded: sums += Σ groups: (Σ code · x) · scale + minimum · x_sum.
 template <bool int4, int n>
 void dot_exact(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
+    constexpr int kRows = rows_at_once(n);
     const int lines = m.group / (int4 ? 8 : 4), groups = m.groups();
-    const float *a = x.f, *x_sum = x.sum;
-    const std::uint8_t* p = series.first;
-    Sums<n, 1> sums = out;
-    for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_sum += n) {
-        if (j == groups) j = 0, p += series.stride - m.tile_bytes();
-        F even[n], odd[n];
-        for (int r = 0; r < n; ++r) even[r] = odd[r] = f_zero();
-        const auto two = [&](F w0, F w1, const float* b) {
-            for (int r = 0; r < n; ++r) {
-                even[r] = f_fma(w0, f_set(b[r]), even[r]);
-                odd[r] = f_fma(w1, f_set(b[n + r]), odd[r]);
+    for (int from_row = 0; from_row < n; from_row += kRows) {
+        const float *a = x.f + from_row, *x_sum = x.sum + from_row;
+        const std::uint8_t* p = series.first;
+        F sums[kRows];
+        for (int r = 0; r < kRows; ++r) sums[r] = out.at[from_row + r][0];
+        for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_sum += n) {
+            if (j == groups) j = 0, p += series.stride - m.tile_bytes();
+            F even[kRows], odd[kRows];
+            for (int r = 0; r < kRows; ++r) even[r] = odd[r] = f_zero();
+            const auto two = [&](F w0, F w1, const float* b) {
+                for (int r = 0; r < kRows; ++r) {
+                    even[r] = f_fma(w0, f_set(b[r]), even[r]);
+                    odd[r] = f_fma(w1, f_set(b[n + r]), odd[r]);
+                }
+            };
+            const auto four = [&](Line w, int column) {
+                two(f_byte<0>(w), f_byte<1>(w), a + column * n);
+                two(f_byte<2>(w), f_byte<3>(w), a + (column + 2) * n);
+            };
+            for (int l = 0; l < lines; ++l, p += 64) {
+                prefetch(p + series.ahead, series.reused);
+                const Line w = line(p);
+                if constexpr (int4) {
+                    four(low_nibbles(w), 8 * l);
+                    four(high_nibbles(w), 8 * l + 4);
+                } else {
+                    four(w, 4 * l);
+                }
             }
-        };
-        const auto four = [&](Line w, int column) {
-            two(f_byte<0>(w), f_byte<1>(w), a + column * n);
-            two(f_byte<2>(w), f_byte<3>(w), a + (column + 2) * n);
-        };
-        for (int l = 0; l < lines; ++l, p += 64) {
-            prefetch(p + series.ahead, series.reused);
-            const Line w = line(p);
-            if constexpr (int4) {
-                four(low_nibbles(w), 8 * l);
-                four(high_nibbles(w), 8 * l + 4);
-            } else {
-                four(w, 4 * l);
+            const F scale = f_half(p), minimum = f_half(p + 32);
+            for (int r = 0; r < kRows; ++r) {
+                sums[r] = f_fma(f_add(even[r], odd[r]), scale, sums[r]);
+                sums[r] = f_fma(minimum, f_set(x_sum[r]), sums[r]);
             }
+            p += 64;
         }
-        const F scale = f_half(p), minimum = f_half(p + 32);
-        for (int r = 0; r < n; ++r) {
-            sums.at[r][0] = f_fma(f_add(even[r], odd[r]), scale, sums.at[r][0]);
-            sums.at[r][0] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][0]);
-        }
-        p += 64;
+        for (int r = 0; r < kRows; ++r) out.at[from_row + r][0] = sums[r];
     }
-    out = sums;
 }
 
 template <int n, int k>

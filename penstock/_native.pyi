@@ -151,9 +151,10 @@ def drop_cached(fd: int, offset: int, nbytes: int) -> None:
 def ram_read_s(address: int, nbytes: int, threads: int, repeats: int) -> float:
     """Median seconds that `threads` pinned threads take to read `nbytes` once. ValueError if there are fewer CPUs."""
 
-def peak_per_s(kind: str, threads: int) -> float:
+def peak_per_s(kind: str, threads: int, isa: str | None = None) -> float:
     """Operations per second (a multiplication and an addition are two) of products in registers, "int8" or "float32",
-    with the best kernels' instructions on `threads` pinned threads. ValueError as `ram_read_s`."""
+    by the instructions of the kernels `isa` (None: the fastest) on `threads` pinned threads. ValueError as
+    `ram_read_s`, and where there are no such kernels."""
 
 class Matrix:
     """A block of a granule: [rows, cols] at a byte offset, in tiles of 16 rows, or with a `row_stride` neuron by

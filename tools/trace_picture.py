@@ -73,7 +73,7 @@ def _lane(lane: str, events: list[Event], begin_us: float, end_us: float, y: int
 
 
 def _colour(event: Event) -> str:
-    if event["cat"] == "load":
+    if event["cat"] != "compute":
         return "orange"
     ops = event["args"]["ops"]
     named = " ".join(ops) if isinstance(ops, list) else str(ops)

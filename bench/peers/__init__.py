@@ -54,9 +54,11 @@ class WorkerEnded(SystemExit):
 
 class Worker:
     """The parent's end. `facts`: what the worker told once its model was loaded. `cgroup`: the folder of one that it
-    joins before its first instruction."""
+    joins before its first instruction. `path`: a folder of packages that come before those of this Python."""
 
-    def __init__(self, module: str, *arguments: object, cgroup: Path | None = None) -> None:
+    def __init__(
+        self, module: str, *arguments: object, cgroup: Path | None = None, path: Path | None = None
+    ) -> None:  # fmt: skip
         self._module = module
         command = [sys.executable, "-m", module, *map(str, arguments)]
         if cgroup is not None:
@@ -67,6 +69,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            env={**os.environ, "PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"} if path else None,
         )
         self.cpu_s = 0.0  # processor time since its start
         self.idle_cpu_s = 0.0  # the part of it that it took while the other's turn was on

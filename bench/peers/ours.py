@@ -36,6 +36,7 @@ from penstock.store.predictors import with_predictors
 SEQUENCES = 4
 BATCHES = (1, 2, 4, 8, 16, 32)
 ATTEND_STEPS = 8  # decode steps timed together: one takes some 20 ms
+ATTENDED = ("float16", "int8", "int4")  # formats of the KV cache
 MATRIX_OPS = ("qkv", "out", "predict", "ffn", "head")
 
 
@@ -43,17 +44,18 @@ class Ours:
     """One loaded model. Sequence 0 serves what takes one sequence."""
 
     def __init__(
-        self, folder: Path, threads: int, context: int, sequences: int = SEQUENCES, sparsity: str = "auto"
-    ) -> None:
-        self.packed, self.threads = open_packed(folder), threads
+        self, folder: Path, threads: int, context: int, sequences: int = SEQUENCES, sparsity: str = "auto",
+        isa: str | None = None,
+    ) -> None:  # fmt: skip
+        self.packed, self.threads, self.isa = open_packed(folder), threads, isa
         if sparsity == "predict":
             self.packed = with_predictors(self.packed)
         half = context // 2
         ask = Ask(batch=sequences, context=context, prompt_tokens=half, output_tokens=half, sparsity=sparsity)
         firing = firing_of(folder, self.packed.spec, sparsity)
         self.plan = resident_plan(ask, self.packed.spec, self.packed.weights, firing)
-        self.session = Session(self.packed, self.plan, Running(threads=threads))
-        self._attention: Attention | None = None
+        self.session = Session(self.packed, self.plan, Running(threads=threads, kernels=isa))
+        self._attention: dict[str, Attention] = {}
 
     def facts(self) -> dict[str, Any]:
         kv = self.plan.kv[0].format.name
@@ -82,7 +84,20 @@ class Ours:
             following = np.array([token for _, token in self.session.best[0]], np.int32)
         seconds = time.perf_counter() - start_s
         assert np.isfinite(logits).all()
-        return {"seconds": seconds, "bytes": tokens * sum(c.bytes for c in _calls(self.plan, p, MATRIX_OPS))}
+        calls = _calls(self.plan, p, MATRIX_OPS)
+        return {
+            "seconds": seconds, "bytes": tokens * sum(c.bytes for c in calls),
+            "flops": tokens * sum(c.flops for c in calls),
+        }  # fmt: skip
+
+    def linear(self, tokens: int) -> Answer:
+        """The products with weights of a prompt by themselves, on what the last prompt left in the arenas."""
+        calls = [c for p in passes.prefill(self.plan, 0, tokens, None) for c in _calls(self.plan, p, MATRIX_OPS)]
+        run = [self.session._binding.alone(call) for call in calls]
+        start_s = time.perf_counter()
+        for each in run:
+            each()
+        return {"seconds": time.perf_counter() - start_s, "flops": sum(call.flops for call in calls)}
 
     def decode_four(self, tokens: int) -> Answer:
         return self.decode(tokens, SEQUENCES)
@@ -105,11 +120,13 @@ class Ours:
                 each()
         return {"seconds": time.perf_counter() - start_s}
 
-    def attend(self, tokens: int) -> Answer:
-        """Attention alone, of one row over so many positions, in every layer."""
-        if self._attention is None or self._attention.tokens != tokens:
-            self._attention = Attention(self.packed.spec, self.packed.weights, self.threads, tokens)
-        return self._attention.measure()
+    def attend(self, tokens: int, kv: str = "float16") -> Answer:
+        """Attention alone, of one row over so many positions of a cache of this format, in every layer."""
+        if kv not in self._attention or self._attention[kv].tokens != tokens:
+            for name in [name for name, each in self._attention.items() if name == kv or each.tokens != tokens]:
+                self._attention.pop(name).close()
+            self._attention[kv] = Attention(self.packed.spec, self.packed.weights, self.threads, tokens, kv, self.isa)
+        return self._attention[kv].measure()
 
     def _prompt(self, seq: int, ids: np.ndarray[Any, np.dtype[np.int32]]) -> int:
         for p in passes.prefill(self.plan, seq, len(ids), passes.DECODE):
@@ -122,16 +139,18 @@ class Attention:
     """The attention of a decode step in a long context, without the prefill of minutes that would fill its cache: the
     calls of a real plan on a cache of random numbers, every layer its own, so that no cache holds what is read."""
 
-    def __init__(self, spec: ModelSpec, weights: Format, threads: int, tokens: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Format, threads: int, tokens: int, kv: str, isa: str | None
+    ) -> None:  # fmt: skip
         self.tokens = tokens
-        plan = resident_plan(Ask(context=tokens, prompt_tokens=tokens - 1, output_tokens=1), spec, weights)
+        plan = resident_plan(Ask(context=tokens, prompt_tokens=tokens - 1, output_tokens=1, kv=kv), spec, weights)
         plan = replace(plan, arenas=tuple(arena for arena in plan.arenas if arena.name != "host.weights"))
-        arenas = Arenas(plan)
-        self._binding = NativeBinding(plan, arenas, None, native(None, threads, exact=False))
+        self._arenas = arenas = Arenas(plan)
+        self._binding = NativeBinding(plan, arenas, None, native(isa, threads, exact=False))
         calls = _calls(plan, passes.decode(plan, (0,), (tokens - 1,), None), ("attend",))
         nbytes, flops = sum(call.bytes for call in calls), sum(call.flops for call in calls)
         self._task = Task(0, (plan.main,), tuple(calls), (), (), nbytes, flops, (), like=0)
-        assert plan.kv[0].format.kind == "float16"
+        assert plan.kv[0].format.kind == kv
         normals = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
         for i, call in enumerate(calls):
             assert isinstance(call.operands, Attend)
@@ -140,6 +159,11 @@ class Attention:
             for k, slot in enumerate((keys, values)):
                 halves = np.roll(normals, 4096 * (2 * i + k)).astype(np.float16)
                 arenas.view(slot).view(np.float16)[...] = np.resize(halves, slot.nbytes // 2)
+                if kv != "float16":  # codes, and scales about 1: of those bits no number is infinite
+                    arenas.view(slot)[1::2] = 0x3C
+
+    def close(self) -> None:
+        self._arenas.close()
 
     def measure(self) -> Answer:
         self._binding.run(self._task)  # binds it the first time
@@ -175,18 +199,21 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="the most sequences at once")
     parser.add_argument("--sparsity", default="auto")
+    parser.add_argument("--isa", help="the family of kernels; default the best")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        ours = Ours(wanted.model, wanted.threads, wanted.context, wanted.sequences, wanted.sparsity)
+        ours = Ours(wanted.model, wanted.threads, wanted.context, wanted.sequences, wanted.sparsity, wanted.isa)
         commands: dict[str, Callable[[int], Answer]] = {
             "prefill": ours.prefill,
+            "linear": ours.linear,
             "decode": ours.decode,
             "decode_four": ours.decode_four,
         }
         for n in (n for n in BATCHES if n <= wanted.sequences):
             commands |= {f"decode_{n}": partial(ours.decode, sequences=n)}
             commands |= {f"fired_{n}": partial(ours.fired, sequences=n)}
+        commands |= {f"attend_{kv}": partial(ours.attend, kv=kv) for kv in ATTENDED}
         return ours.facts(), {**commands, "attend": ours.attend, "predictors": ours.predictors}
 
     serve(load)

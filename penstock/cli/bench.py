@@ -63,6 +63,10 @@ def bench(
         str | None,
         Option("--rows", metavar="N,N,…", help=f"For ops: rows of a pass, one setting each ({_ROWS})."),
     ] = None,
+    isa: Annotated[
+        str | None,
+        Option("--isa", metavar="NAME", help="For ops: kernels of this family, such as avx2; default the best."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Speed with its physical bound.
@@ -83,12 +87,14 @@ def bench(
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
     elif target == "ops":
         if trace or plan_file or family or cache_limit or work != Work(kv=work.kv, context=work.context):
-            raise BadRequest("ops takes --weights, --kv, --context and --rows; the rest is for a MODEL")
+            raise BadRequest("ops takes --weights, --kv, --context, --rows and --isa; the rest is for a MODEL")
         assert config is not None
-        _ops(config, machine, work, weights, rows or _ROWS, as_json)
+        _ops(config, machine, work, weights, rows or _ROWS, isa, as_json)
     else:
-        if config is not None or rows is not None:
-            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
+        if config is not None or rows is not None or isa is not None:
+            raise BadRequest(
+                f"--rows, --isa and a second argument are for `penstock bench ops CONFIG`, not for {target}"
+            )
         plan = given_plan(plan_file, machine, work)
         if family is not None:
             from penstock.planner.families import FAMILIES
@@ -111,8 +117,10 @@ def bench(
             print_json(result.to_json())
 
 
-def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
-    """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
+def _ops(
+    config: str, machine: Machine, work: Work, weights: str | None, rows: str, isa: str | None, as_json: bool
+) -> None:
+    """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows or --isa."""
     context = work.named_context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]
@@ -120,25 +128,29 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
         wanted = []
     if not wanted or min(wanted) < 1 or max(wanted) > context:
         raise BadRequest(f"--rows {rows} should be whole numbers from 1 to --context ({context}), with commas")
+    from penstock.kernels.cpu import available
     from penstock.runtime.bench_ops import bench_ops
     from penstock.runtime.ceilings import ceilings
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
 
+    if isa is not None and isa not in available():
+        raise BadRequest(f"--isa {isa}: this processor and build have {', '.join(available())}")
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None, not machine.no_verify)
     kv = parse_format(work.kv or "float16")
     kv.check_kv()
     threads = machine.usable_threads
-    limits = ceilings(threads)
+    limits = ceilings(threads, isa=isa)
     line = "{:>5}  {:<8}{:<10}{:>10}{:>10}{:>12}{:>9}"
     print(
-        f"ceilings on {threads} threads: RAM {limits.ram_read_bytes_per_s / 1e9:.1f} GB/s, int8 dot products "
+        f"ceilings on {threads} threads, {isa or available()[0]}: RAM {limits.ram_read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"int8 dot products "
         f"{limits.int8_ops_per_s / 1e9:.0f} GOP/s, float32 {limits.float32_flops_per_s / 1e9:.0f} GFLOP/s"
     )
     print(line.format("rows", "op", "format", "time", "GB/s", "GFLOP/s", "share"))
     times = []
     with progress() as tell:
-        for t in bench_ops(spec, fmt, kv, wanted, context, threads, None, machine.exact, on_progress=tell):
+        for t in bench_ops(spec, fmt, kv, wanted, context, threads, isa, machine.exact, on_progress=tell):
             times.append(t)
             time_us = f"{t.seconds * 1e6:.0f} µs"
             speed = (f"{t.bytes / t.seconds / 1e9:.1f}", f"{t.flops / t.seconds / 1e9:.1f}", f"{t.share_of_bound:.2f}")
@@ -148,6 +160,7 @@ def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: s
         print_json(
             {
                 "threads": threads,
+                "isa": isa or available()[0],
                 "context": context,
                 "ceilings": {name: getattr(limits, name) for name in names},
                 "ops": [t.to_json() for t in times],

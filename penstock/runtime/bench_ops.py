@@ -5,7 +5,8 @@ weights and KV come out of memory as they do in a run. An op's bound in seconds 
 
     max(bytes / RAM's read speed, operations / processor's peak in registers)
 
-with both speeds measured in the same run. A share of the bound near 1 means that nothing is left to win.
+with both speeds measured in the same run, the peak by the instructions of the very kernels. A share of the bound near
+1 means that nothing is left to win.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def bench_ops(
         for number, t in enumerate(rows):
             if on_progress:
                 on_progress(f"{t} rows", number, len(rows))
-            yield from _measure(binding, lowering, t, context, threads, integer, repeats)
+            yield from _measure(binding, lowering, t, context, threads, isa, integer, repeats)
     finally:
         arenas.close()
 
@@ -118,7 +119,14 @@ def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
 
 
 def _measure(
-    binding: NativeBinding, lowering: Lowering, t: int, context: int, threads: int, integer: bool, repeats: int
+    binding: NativeBinding,
+    lowering: Lowering,
+    t: int,
+    context: int,
+    threads: int,
+    isa: str | None,
+    integer: bool,
+    repeats: int,
 ) -> Iterator[OpTime]:
     batch = Batch(0, (0,), (context - t,), (t,), (t - 1,))
     p = Pass("decode" if t == 1 else "prefill", (batch,), None)
@@ -128,7 +136,7 @@ def _measure(
     task: Task | None = None
     limits = []
     for repeat in range(repeats + 1):
-        limits.append(ceilings(threads))
+        limits.append(ceilings(threads, isa=isa))
         (task,) = lowering.step(p)
         for call in task.calls:
             start_s = time.perf_counter()

@@ -37,13 +37,14 @@ class Ceilings:
     disk_read_bytes_per_s: float = 0.0
 
 
-def ceilings(threads: int, file: ProbeFile | None = None) -> Ceilings:
+def ceilings(threads: int, file: ProbeFile | None = None, isa: str | None = None) -> Ceilings:
     """Measures in this process. RAM is read by `threads` pinned threads. The peaks are those of dot products in
-    registers. The disk is read directly, for half a second, from `file`."""
+    registers, by the instructions that the kernels `isa` use (None: the best ones). The disk is read directly, for half
+    a second, from `file`. Raises ValueError for an `isa` that this processor has not."""
     return Ceilings(
         ram_read_bytes_per_s(threads),
-        _native.peak_per_s("int8", threads),
-        _native.peak_per_s("float32", threads),
+        _native.peak_per_s("int8", threads, isa),
+        _native.peak_per_s("float32", threads, isa),
         disk_read_bytes_per_s(file) if file is not None else 0.0,
     )
 
