@@ -2,8 +2,6 @@
 // activations as they are, or are widened to floats, one group of 32 columns after the other.
 #pragma once
 
-#include <algorithm>
-
 #include "panel-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -158,36 +156,18 @@ template <Kind kind>
     return codes;
 }
 
-// Groups that share a minimum, in a block of `span` columns: 1, 2 or 4.
-template <Kind kind>
-constexpr int shared_by(int span) {
-    constexpr int kScaled = blocks_of(kind).scaled;
-    return kScaled > kBlockGroup ? std::min(span, kScaled) / kBlockGroup : 1;
-}
-
-// What a minimum is multiplied with in row r: the sum of the last `shared` groups' activations, the last of which are
-// x's. Added once for all of them, a minimum takes a quarter of the work in groups of 128.
-inline float sum_of(const Operand& x, int n, int r, int shared) {
-    const float* const first = x.sum + r - std::ptrdiff_t(shared - 1) * n;
-    float sum = first[0];
-    for (int g = 1; g < shared; ++g) sum += first[std::ptrdiff_t(g) * n];
-    return sum;
-}
-
 // sums += one group of k tiles, which are `next` bytes apart: Σ (code - offset) · q by integers, times scale · x_scale,
-// plus minimum · x_sum after the last of the `shared` groups. `p`: the group's lines in the first tile. `g`: its number
-// in the block.
+// plus minimum · x_sum. `p`: the group's lines in the first tile. `g`: its number in the block.
 template <Kind kind, int n, int k>
-[[gnu::always_inline]] inline void add_group_of(const BlockFactors<kind>* factors, int g, int shared,
-                                                const std::uint8_t* p, std::size_t next, std::size_t ahead, bool reused,
-                                                const Operand& x, Sums<n, k>& sums) {
+[[gnu::always_inline]] inline void add_group_of(const BlockFactors<kind>* factors, int g, const std::uint8_t* p,
+                                                std::size_t next, std::size_t ahead, bool reused, const Operand& x,
+                                                Sums<n, k>& sums) {
     constexpr Blocks kLayout = blocks_of(kind);
     // Scales of a group; fours of each.
     constexpr int kParts = kLayout.scaled < kBlockGroup ? kBlockGroup / kLayout.scaled : 1, kFours = 8 / kParts;
     constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
     constexpr int kChains = kParts == 1 && n * k * (kTileRows / kLanes) < 8 ? 2 : 1;
     using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
-    if (kLayout.scaled <= kBlockGroup) shared = 1;  // the compiler knows it then
     for (int i = 0; i < k; ++i) {
         for (int l = 0; l < kLayout.low + kLayout.high; ++l) {
             prefetch(p + std::size_t(i) * next + std::size_t(64 * l) + ahead, reused);
@@ -245,11 +225,8 @@ template <Kind kind, int n, int k>
                 scaled[r][i] = f_fma(second, f_set(static_cast<float>(x.halves[n + r])), scaled[r][i]);
             }
         } else if constexpr (BlockFactors<kind>::kMinimum) {
-            if (((g + 1) & (shared - 1)) != 0) continue;
             const F minimum = factors[i].minimum[kLayout.scale_of(kBlockGroup * g)];
-            for (int r = 0; r < n; ++r) {
-                sums.at[r][i] = f_fma(minimum, f_set(sum_of(x, n, r, shared)), sums.at[r][i]);
-            }
+            for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(minimum, f_set(x.sum[r]), sums.at[r][i]);
         }
         if constexpr (kParts == 2) {
             for (int r = 0; r < n; ++r) sums.at[r][i] = f_fma(scaled[r][i], f_set(x.scale[r]), sums.at[r][i]);
@@ -262,7 +239,7 @@ template <Kind kind, int n, int k>
 [[gnu::always_inline]] inline void add_tiles_of(const Matrix& m, const std::uint8_t* p, std::size_t next,
                                                 std::size_t ahead, bool reused, Operand x, Sums<n, k>& sums) {
     constexpr Blocks kLayout = blocks_of(kind);
-    const int span = kLayout.span(m.cols), header = kLayout.header_bytes(span), shared = shared_by<kind>(span);
+    const int span = kLayout.span(m.cols), header = kLayout.header_bytes(span);
     for (int c = 0; c < m.cols; c += span) {
         const auto factors_of = [&](int i) {
             const std::uint8_t* const at = p + std::size_t(i) * next;
@@ -272,7 +249,7 @@ template <Kind kind, int n, int k>
         const auto run = [&](const BlockFactors<kind>* factors) {
             p += header;
             for (int g = 0; g < span / kBlockGroup; ++g) {
-                add_group_of<kind, n, k>(factors, g, shared, p, next, ahead, reused, x, sums);
+                add_group_of<kind, n, k>(factors, g, p, next, ahead, reused, x, sums);
                 p += 64 * (kLayout.low + kLayout.high);
                 x = x.at(kBlockGroup, 1, n);
             }

@@ -56,13 +56,12 @@ void unpack_block(const std::uint8_t* p, std::size_t ahead, int span, int first,
     }
 }
 
-// to += `count` groups · x, by the very operations of add_group_of. A minimum is of `shared` groups.
+// to += `count` groups · x, by the very operations of add_group_of.
 template <Kind kind>
-void add_unpacked(const Unpacked& w, int count, int shared, Operand x, WideSums& to) {
+void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
     constexpr Blocks kLayout = blocks_of(kind);
     constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout), kFours = 8 / kParts;
     constexpr bool kMinimum = BlockFactors<kind>::kMinimum;
-    if (kLayout.scaled <= kBlockGroup) shared = 1;                                       // the compiler knows it then
     constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
     using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
     // With two scales a group sums stay in memory: there are no registers for them beside the sums of a group.
@@ -118,17 +117,11 @@ void add_unpacked(const Unpacked& w, int count, int shared, Operand x, WideSums&
                 }
             }
         }
-        if constexpr (kParts == 1 && kMinimum) {
-            if (((g + 1) & (shared - 1)) == 0) {
-                for (int r = 0; r < n; ++r) {
-                    const F sum = f_set(sum_of(x, n, r, shared));
-                    for (int i = 0; i < k; ++i) sums[r][i] = f_fma(w.minimum[g][0][i], sum, sums[r][i]);
-                }
-            }
-        }
-        for (int i = 0; i < k && kParts == 2; ++i) {
+        for (int i = 0; i < k; ++i) {
             for (int r = 0; r < n; ++r) {
-                if constexpr (kParts == 2) {
+                if constexpr (kParts == 1) {
+                    if constexpr (kMinimum) sums[r][i] = f_fma(w.minimum[g][0][i], f_set(x.sum[r]), sums[r][i]);
+                } else {
                     if constexpr (kMinimum) {
                         const F first = f_set(static_cast<float>(x.halves[r]));
                         const F second = f_set(static_cast<float>(x.halves[n + r]));
@@ -167,7 +160,7 @@ void add_wide_panels(const Matrix& m, const Series& series, const Rows& x, std::
                 for (int panel = 0; panel < panels; ++panel) {
                     const Operand operand = x.panel(row + panel * rows)
                                                 .at(columns + std::ptrdiff_t(done) * kBlockGroup, groups + done, rows);
-                    add_unpacked<kind>(weights, unpacked, shared_by<kind>(span), operand, sums[panel]);
+                    add_unpacked<kind>(weights, unpacked, operand, sums[panel]);
                 }
                 done += unpacked, unpacked = 0;
             }
