@@ -136,7 +136,7 @@ inline void store_row(const float* from, const KvCache& cache, std::uint8_t* blo
 
 // ---- reading -------------------------------------------------------------------------------------------------------
 
-constexpr std::size_t kFetchBytes = std::size_t{8} << 10;
+constexpr std::size_t kFetchBytes = std::size_t{16} << 10;
 
 // Keys or values of a run: rows `row_bytes` apart. For integers, each group of `group` columns has scales and
 // minimums, float32 [G, stride] each. Floats are one group without them. `ahead`: the rows that are read next, or null.

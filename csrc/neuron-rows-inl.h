@@ -14,6 +14,9 @@ namespace {
 
 // The most neurons whose rows are added at a time, so that a sum is loaded and stored once for them.
 constexpr int kTogether = 8;
+// Bytes that are fetched ahead of the rows that are read side by side, in these rows first. Those of the next kTogether
+// rows instead (64 KB of float16) left the first cache before they were read, and took 1.3 times as long.
+constexpr std::size_t kFetchedBytes = 8192;
 constexpr int kFourNeurons = kSumGranules * kGranuleRows;
 
 inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
@@ -164,7 +167,7 @@ template <int k>
 }
 
 // to [t, D] += Σ k neurons: value · row. `values` [k]: of each neuron, its value in each of the t rows. `one`: t is 1.
-// While a row is used, as much of another one is fetched: `next` [k].
+// While rows are used, kFetchedBytes are fetched: further on in these rows, then of the rows `next` [k].
 template <Kind kind, int k, bool one>
 void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, float* to,
               const std::uint8_t* const* next) {
@@ -178,14 +181,17 @@ void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const
     const auto enter = [&](int g) {
         for (std::size_t i = 0; i < k; ++i) rows[i].group(g);
     };
-    constexpr std::ptrdiff_t kStep = NeuronRow<kind>::kStep;
+    constexpr std::size_t kStep = NeuronRow<kind>::kStep;
+    const std::size_t near = std::min(kFetchedBytes / k, m.codes_bytes());
     for (int i = 0; i < k; ++i) prefetch_run(next[i] + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
     walk<kind>(m, 0, whole, enter, [&](int c) {
-        const std::ptrdiff_t at_byte = c / kLineColumns * kStep;
+        const std::size_t at_byte = std::size_t(c) / kLineColumns * kStep, later = at_byte + near;
         if (kStep >= 64 || at_byte % 64 == 0) {
             for (int i = 0; i < k; ++i) {
-                __builtin_prefetch(next[i] + at_byte);
-                if constexpr (kStep > 64) __builtin_prefetch(next[i] + at_byte + 64);
+                const std::uint8_t* const p =
+                    later < m.codes_bytes() ? at[i] + later : next[i] + (later - m.codes_bytes());
+                __builtin_prefetch(p);
+                if constexpr (kStep > 64) __builtin_prefetch(p + 64);
             }
         }
         if constexpr (one) {

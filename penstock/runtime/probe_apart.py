@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.kernels import cpu
-from penstock.runtime import child, host
+from penstock.runtime import host
+from penstock.runtime.child import command
 from penstock.runtime.fit import Tell
 from penstock.runtime.probe_disk import UNIT_BYTES
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS
@@ -124,7 +125,7 @@ class _Child:
     def __enter__(self) -> _Child:
         self._errors = tempfile.TemporaryFile()  # a pipe might fill up
         self._process = subprocess.Popen(
-            child.command("penstock.runtime.probe_stages", *self._arguments),
+            command("penstock.runtime.probe_stages", *self._arguments),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace",
         )  # fmt: skip
         return self
