@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class Stream:
                 self.failed = answer.read().decode()[:200]
                 return self
             self._read(answer)
-        except OSError as error:
+        except (OSError, HTTPException) as error:  # the answer may break off within a chunk
             self.failed = repr(error)
         finally:
             connection.close()

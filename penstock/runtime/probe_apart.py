@@ -160,14 +160,25 @@ class _Child:
             if line is None:
                 self._check_end()
                 return
-            heard = json.loads(line)
+            try:
+                heard = json.loads(line)
+            except ValueError:  # it broke off in the midst of a line
+                self._check_end()
+                raise StorageFailed(f"measuring this machine failed: it said {line.strip():.80}") from None
             if "failed" in heard:
                 raise StorageFailed(f"measuring this machine failed: {heard['failed']}")
             name = heard.get("begins", name)
             yield heard
 
     def _check_end(self) -> None:
-        if self._process.wait() != 0:
+        """Raises StorageFailed where the child fails, or does not end soon after it has said everything."""
+        try:
+            failed = self._process.wait(_WAIT_S) != 0
+        except subprocess.TimeoutExpired:
+            raise StorageFailed(
+                f"measuring this machine failed: its process had not ended {_WAIT_S:.0f} s after its last word"
+            ) from None
+        if failed:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
             raise StorageFailed(f"measuring this machine failed: {last[-1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,13 +76,54 @@ def test_a_child_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(StorageFailed, match="cannot measure the disk"):
         probe_apart(tmp_path / "file")
     command = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit('no such thing')"]
-    monkeypatch.setattr("penstock.runtime.child.command", lambda *_: command)
+    monkeypatch.setattr("penstock.runtime.probe_apart.command", lambda *_: command)
     with pytest.raises(StorageFailed, match="no such thing"):
         probe_apart(tmp_path)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    monkeypatch.setattr("penstock.runtime.child.command", lambda *_: [sys.executable, "-c", stubborn])
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """These lines of Python run in place of the child."""
+    code = "\n".join(("import os, signal, sys, time", *lines))
+    monkeypatch.setattr("penstock.runtime.probe_apart.command", lambda *_: [sys.executable, "-c", code])
+
+
+def test_a_child_that_will_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replaced(
+        monkeypatch,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        """print('{"told": "deaf"}', flush=True)""",
+        "time.sleep(600)",
+    )
     monkeypatch.setattr("penstock.runtime.probe_apart._WAIT_S", 0.1)
-    assert probe_apart(tmp_path, most_s=1.1).rough
+    deaf, seen = threading.Event(), list[str]()
+
+    def hear(text: str) -> None:
+        seen.append(text)
+        deaf.set()
+        # Its time is over at once, but not before it has become deaf.
+        monkeypatch.setattr("penstock.runtime.probe_apart._KILLED_S", 1e9)
+
+    assert probe_apart(tmp_path, tell=hear).rough and seen == ["deaf"]
+
+
+@pytest.mark.parametrize("code", (0, 3))
+def test_a_line_that_was_cut_off(code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replaced(
+        monkeypatch,
+        "sys.stdin.read()",
+        """print('{"told": "an', end='', flush=True)""",
+        "sys.stderr.write('out of luck')",
+        f"os._exit({code})",
+    )
+    with pytest.raises(StorageFailed, match='it said {"told": "an' if code == 0 else "out of luck"):
+        probe_apart(tmp_path)
+
+
+def test_a_child_that_says_no_more_and_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replaced(monkeypatch, "sys.stdin.read()", "os.close(1)", "time.sleep(600)")
+    monkeypatch.setattr("penstock.runtime.probe_apart._WAIT_S", 0.2)
+    with pytest.raises(StorageFailed, match="had not ended 0 s after its last word"):
+        probe_apart(tmp_path)
 
 
 def test_straight_fits_count_where_there_are_some() -> None:
