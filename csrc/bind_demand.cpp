@@ -8,9 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -26,9 +24,6 @@ namespace {
 constexpr int kMostExperts = 1 << 16;
 constexpr double kAwake_s = 0.002;
 constexpr double kStir_s = 0.0001;  // less than the time after which a worker sleeps
-constexpr std::size_t kByAll = std::numeric_limits<std::size_t>::max();  // the cost of a job that is too much for one
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 int checked(int expert) {
     if (expert < 0 || expert >= kMostExperts) throw nb::value_error("there is no such expert");

@@ -1,22 +1,12 @@
 #include "demand.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 #include <utility>
 
 namespace penstock {
-namespace {
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-bool contains(const std::vector<int>& experts, int expert) {
-    return std::find(experts.begin(), experts.end(), expert) != experts.end();
-}
-
-}  // namespace
 
 Demand::Demand(int layer, std::shared_ptr<ExpertCache> cache, ExpertsOp op, std::vector<std::byte*> slots,
                std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, ReadAhead ahead, bool poisoned)

@@ -9,10 +9,6 @@ namespace {
 
 constexpr double kHalfLife = 64.0;  // passes: HALF_LIFE of graph/cache.py
 
-bool contains(const std::vector<int>& experts, int expert) {
-    return std::find(experts.begin(), experts.end(), expert) != experts.end();
-}
-
 }  // namespace
 
 ExpertCache::ExpertCache(int slots, bool least_used)

@@ -2,11 +2,16 @@
 // compares the two. This one decides without Python, while a pass runs.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <vector>
 
 namespace penstock {
+
+inline bool contains(const std::vector<int>& experts, int expert) {
+    return std::find(experts.begin(), experts.end(), expert) != experts.end();
+}
 
 class ExpertCache {
   public:

@@ -1,14 +1,12 @@
 #include "read_ahead.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace penstock {
 namespace {
 
 constexpr std::size_t kPiece = std::size_t{512} << 10;
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kByAll = std::numeric_limits<std::size_t>::max();  // the cost of a job that is too much for one
 
 }  // namespace
 

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <utility>
 #include <vector>
 
 #include "threads.h"
 
 namespace penstock {
+
+constexpr std::size_t kByAll = std::numeric_limits<std::size_t>::max();  // the cost of a job that is too much for one
 
 class ReadAhead {
   public:

@@ -4,14 +4,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 
 namespace penstock {
-namespace {
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-}  // namespace
 
 LoadPtr Reads::start(int fd, std::vector<Run> runs, Expected expected) {
     auto load = std::make_shared<Load>();

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +26,11 @@
 #include "sums.h"
 
 namespace penstock {
+
+// Of the steady clock, by which loads and what waits for them are timed.
+inline double now_s() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 // The granules that a load must bring: of `stride` bytes each, with the checksums from number `first` of `sums` on.
 // Null: nothing is compared.

@@ -1,5 +1,6 @@
 // Reads through an io_uring, by system calls alone: liburing would be one more thing to install.
 #include <cerrno>
+#include <chrono>
 #include <memory>
 
 #include "reads.h"
@@ -18,6 +19,8 @@
 
 namespace penstock {
 namespace {
+
+constexpr std::chrono::microseconds kAgain{100};  // until reads that the kernel had no memory for are submitted again
 
 // The two rings that the kernel shares with us. Threads submit reads and take results one at a time.
 class Ring {
@@ -157,8 +160,10 @@ class UringReads final : public Reads {
         ring_.submit();
     }
 
+    // Not once close() has begun: then the thread below alone takes what comes, close()'s bell with it, and the ring
+    // may be gone.
     void progress() override {
-        if (std::unique_lock lock(mutex_, std::try_to_lock); lock) take();
+        if (std::unique_lock lock(mutex_, std::try_to_lock); lock && !stop_) take();
     }
 
     // Takes results, and fills the slots again as long as any load ends. The thread below does so too, whenever a read
@@ -176,14 +181,18 @@ class UringReads final : public Reads {
             ring_.push(wakeup_, &rung_, sizeof rung_, 0, slots_.size());
             ring_.submit();
         }
-        for (;;) {
+        for (bool left_over = false;;) {
             {
                 const std::lock_guard lock(mutex_);
                 take();
                 if (stop_ && busy_ == 0) return;
-                if (ring_.left_over()) continue;
+                left_over = ring_.left_over();
             }
-            ring_.wait();
+            if (left_over) {  // the kernel takes no more for now: no result may come that ends a wait
+                std::this_thread::sleep_for(kAgain);
+            } else {
+                ring_.wait();
+            }
         }
     }
 

@@ -246,9 +246,9 @@ inline void i_store_bytes(std::int8_t* to, I x) {
 inline I i_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline I i_set(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I i_add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-// acc + Σ over the four bytes of each row: unsigned weights × signed activations. With `nibbles` no weight is above 15,
-// so two products fit into 16 bits. Otherwise maddubs would saturate, since products reach 255 · 127 · 2. So even and
-// odd bytes are multiplied apart.
+// acc + Σ over the four bytes of each row: unsigned weights × signed activations. With `nibbles` all weights are below
+// 128, so two products fit into 16 bits: 127 · 127 · 2 does. Otherwise maddubs would saturate, since products reach 255
+// · 127 · 2. So even and odd bytes are multiplied apart.
 template <bool nibbles>
 inline __m256i dot8(__m256i acc, __m256i weights, __m256i a) {
 #ifdef __AVXVNNI__

@@ -183,7 +183,7 @@ inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations. It is exact: nothing saturates.
-// `nibbles`: no weight is above 15.
+// `nibbles`: all weights are below 128.
 template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     std::int32_t bits;

@@ -22,7 +22,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
-from penstock.spec.predictors import FORMAT, MOST_RANK, RANK_STEP, predicted_layers
+from penstock.spec.predictors import FORMAT, MOST_RANK, RANK_STEP, part_of, predicted_layers
 from penstock.spec.profile import MOST_LEVEL
 from penstock.units import GIB
 
@@ -61,12 +61,10 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         raise _wrong(f"sparsity is {plan.sparsity!r}; there are {', '.join(SPARSITIES)}")
     if plan.sparsity in ("exact", "predict") and not spec.fires:
         raise _wrong("it leaves out neurons that do not fire, and all neurons of this model do")
-    skips = plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units)
-    if skips or (plan.predictors and plan.sparsity != "predict"):
-        raise _wrong(
-            "it skips neurons by predictors beside a device; this version plans that but has no kernels for it"
-        )
-    _check_predictors(plan, spec)
+    if plan.sparsity == "off" and any(unit.active != 1 for unit in plan.units):
+        raise _wrong("it leaves out neurons of some units, yet its sparsity is off")
+    if plan.predictors and plan.sparsity != "predict":
+        raise _wrong(f"it has predictors, which nobody asks with sparsity {plan.sparsity}")
     _check_levels(plan, spec)
     if any(not 0 <= unit.active <= 1 for unit in plan.units):
         raise _wrong("the active share of a unit's neurons should be from 0 to 1")
@@ -74,11 +72,12 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         raise _wrong(f"a device has no kernels for weights in {weights.name}")
     by_key = {part.key: part for part in parts(spec, weights)}
     _check_units(plan.units, by_key)
-    _check_asked(plan, by_key)
     main = _check_acts(plan)
     _check_caches(plan, by_key)
     _check_kv(plan, main)
     _check_main(plan.units, by_key, main)
+    _check_asked(plan, by_key)
+    _check_predictors(plan, spec)
     _check_device_rows(plan, by_key, main)
     _check_rings(plan, by_key)
     layout = Layout(plan)
@@ -126,7 +125,7 @@ def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
                 f"the predictor of layer {each.layer} has rank {each.rank} in {each.weights.name} on {each.home!r};"
                 f" it should be a multiple of {RANK_STEP} in {FORMAT.name} on {HOST} or on {plan.main}"
             )
-        if each.home != HOST and Layout(plan).predictor_part(each).nbytes > plan.stage_bytes:
+        if each.home != HOST and part_of(spec, each.layer, each.rank).nbytes > plan.stage_bytes:
             raise _wrong(f"the predictor of layer {each.layer} does not fit into the stage that it comes by")
 
 
@@ -278,8 +277,13 @@ def _check_device_rows(plan: Plan, by_key: dict[str, Part], main: Executor) -> N
     """The CPU takes rows of prompts only from a device that computes all of the layer's FFN for the other rows, with
     units in RAM that the CPU computes in decode."""
     layers = [table.layer for table in plan.device_rows]
-    if layers != sorted(set(layers)) or (layers and (not is_device(main) or plan.asks or plan.predictors)):
-        raise _wrong(f"rows of prompts are shared in the layers {layers}; that needs a device, and no caches")
+    if layers != sorted(set(layers)):
+        raise _wrong(f"rows of prompts are shared in the layers {layers}; each layer comes once, in their order")
+    if layers and (not is_device(main) or plan.asks or plan.predictors):
+        raise _wrong(
+            f"rows of prompts are shared in the layers {layers}; that needs a device, no caches, no predictors and no"
+            " units that are asked for"
+        )
     for table in plan.device_rows:
         rows, most = table.rows, _BOUNDS["chunk_rows"][1]
         rising = all(a < b for a, b in pairwise((0, *rows, most + 1)))

@@ -88,8 +88,14 @@ def prefill(plan: Plan, seq: int, tokens: int, then: Stream | None, score: bool 
     step = min(plan.chunk_rows, plan.logits_rows)
     for start in range(0, tokens, step):
         rows = min(step, tokens - start)
-        following = then if start + rows == tokens else Stream("prefill", True)
-        yield Pass("prefill", (Batch(0, (seq,), (start,), (rows,), tuple(range(rows))),), following)
+        following = then if start + rows == tokens else scored(plan, tokens - start - rows)
+        purpose = scored(plan, rows).purpose
+        yield Pass(purpose, (Batch(0, (seq,), (start,), (rows,), tuple(range(rows))),), following)
+
+
+def scored(plan: Plan, tokens: int) -> Stream:
+    """The stream of the next pass of a prompt of which so many tokens are left, where logits of all are wanted."""
+    return Stream(purpose_of(plan, min(tokens, plan.chunk_rows, plan.logits_rows)), True)
 
 
 def decode(plan: Plan, seqs: Sequence[int], positions: Sequence[int], then: Stream | None) -> Pass:

@@ -148,7 +148,8 @@ def _check_slots(
     ordered: int,
 ) -> None:
     tokens = {slot for call in task.calls if (slot := _tokens_of(call)) is not None}
-    slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if not _holds(task.writes, s)]
+    own = _read_of_own(task)
+    slots = [(s, True) for s in task.writes] + [(s, False) for s in task.reads if s not in own]
     for slot, write in slots:
         if not 0 <= slot.lo < slot.hi <= sizes.get(slot.arena, 0):
             raise InternalError(f"task {task.id} touches {slot}, outside the arena of {sizes.get(slot.arena, 0)} bytes")
@@ -164,6 +165,18 @@ def _check_slots(
             raise InternalError(f"task {task.id} is asked for by {slot}, but does not come after its writer")
     for slot, write in slots:
         touched.setdefault(slot.arena, []).append((slot.lo, slot.hi, write, task.id))
+
+
+def _read_of_own(task: Task) -> set[Slot]:
+    """The slots whose bytes a task's own calls write before any of them reads them. What a call adds to may be what it
+    starts, so that does not count as read."""
+    written: list[Slot] = []
+    before = set[Slot]()
+    for call in task.calls:
+        touched = ops.slots_of(call.operands)
+        before.update(slot for operand, slot in touched if operand.mode == "r" and not _holds(written, slot))
+        written += [slot for operand, slot in touched if operand.mode in "w+"]
+    return {slot for slot in task.reads if slot not in before and _holds(written, slot)}
 
 
 def _holds(slots: Iterable[Slot], slot: Slot) -> bool:

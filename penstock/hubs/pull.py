@@ -44,7 +44,11 @@ def find(name: HubName, where: Where) -> Pulled | None:
         choice = _whole(repository, name, commit, constants.is_offline_mode())
     except PenstockError:
         return None
-    return None if choice is None else Pulled(repository.snapshot(commit) / choice.main, commit, choice)
+    if choice is None:
+        return None
+    if commit == name.revision:
+        repository.pin(commit)
+    return Pulled(repository.snapshot(commit) / choice.main, commit, choice)
 
 
 def _whole(repository: Repository, name: HubName, commit: str, offline: bool) -> Choice | None:

@@ -4,7 +4,7 @@
     models--org--name/snapshots/COMMIT/NAME    a link to it
     models--org--name/refs/REVISION            the commit that a branch or tag led to
     models--org--name/.penstock/COMMIT.json    our own: what the repository held then
-    models--org--name/.penstock/COMMIT.pinned  our own: the commit was asked for by its own name
+    models--org--name/.penstock/COMMIT.pinned  our own: the commit was asked for by its own name, or by its path
 
 Source: "Understand caching" in huggingface_hub's documentation. An incomplete file is always the first bytes of the
 whole, so that a later call goes on behind them. No file gets its name before its checksum was compared.
@@ -12,12 +12,11 @@ whole, so that a later call goes on behind them. No file gets its name before it
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,7 @@ class Repository:
 
     def has(self, file: RemoteFile) -> bool:
         """Whether the file is here. A content of another size is not the file's."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return self.blob(file).stat().st_size == file.nbytes
         return False
 
@@ -65,7 +64,7 @@ class Repository:
         if self.has(file):
             return 0
         have = 0
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             have = _incomplete(self.blob(file)).stat().st_size
         return file.nbytes - (have if have <= file.nbytes else 0)
 
@@ -102,21 +101,27 @@ class Repository:
     def note_revision(self, listing: Listing, revision: str) -> None:
         """Keeps which commit a branch or a tag led to, or that a commit was asked for by its own name. Raises
         StorageFailed."""
-        file = self._pin(revision) if revision == listing.commit else self.ref(revision)
-        with storage_errors("write", file):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(file, listing.commit.encode())
+        _write_commit(self._pin(revision) if revision == listing.commit else self.ref(revision), listing.commit)
 
-    def commits(self) -> frozenset[str]:
-        """The commits that branches and tags led to. Empty where none was asked for, and where one cannot be read."""
-        found = set[str]()
-        for folder, _, names in os.walk(self.folder / "refs"):
+    def commits(self) -> dict[str, str]:
+        """The commits that branches, tags and pull requests (refs/pr/NUMBER) led to, by revision. Empty where none was
+        asked for, and where one cannot be read."""
+        found, refs = dict[str, str](), self.folder / "refs"
+        for folder, _, names in os.walk(refs):
             for name in names:
+                file = Path(folder) / name
                 try:
-                    found.add(load(Path(folder) / name, 100).decode("ascii", "replace").strip())
+                    found[str(file.relative_to(refs))] = load(file, 100).decode("ascii", "replace").strip()
                 except (OSError, PenstockError):
-                    return frozenset()
-        return frozenset(found)
+                    return {}
+        return found
+
+    def pin(self, commit: str) -> None:
+        """Notes that somebody asked for this commit by its own name. In a cache that cannot be written nothing is
+        noted."""
+        if not self.is_pinned(commit):
+            with suppress(StorageFailed):
+                _write_commit(self._pin(commit), commit)
 
     def is_pinned(self, commit: str) -> bool:
         """Whether somebody asked for this commit by its own name."""
@@ -128,13 +133,34 @@ class Repository:
 
 def is_superseded(path: str) -> bool:
     """Whether the path is a snapshot of a Hub model, or in one, that no branch or tag led to when last asked for,
-    while others are known. False for a commit that was asked for by its own name, and where we may not look."""
-    for snapshot in (Path(path), *Path(path).parents):
+    while others are known: pull requests alone take nobody's place. False for a commit that was asked for by its own
+    name or path, and where we may not look."""
+    repository, commit = _snapshot(Path(path))
+    if repository is None or repository.is_pinned(commit):
+        return False
+    commits = repository.commits()
+    return commit not in commits.values() and not all(name.startswith("refs/") for name in commits)
+
+
+def pin_path(path: Path) -> None:
+    """Notes that somebody named this path, where it is a snapshot of a Hub model, or in one."""
+    repository, commit = _snapshot(path.absolute())
+    if repository is not None:
+        repository.pin(commit)
+
+
+def _snapshot(path: Path) -> tuple[Repository | None, str]:
+    """The repository and the commit of the snapshot that the path is, or is in; None, "" where it is in none."""
+    for snapshot in (path, *path.parents):
         if snapshot.parent.name == "snapshots" and COMMIT.fullmatch(snapshot.name):
-            repository = Repository(snapshot.parent.parent)
-            commits = repository.commits()
-            return bool(commits) and snapshot.name not in commits and not repository.is_pinned(snapshot.name)
-    return False
+            return Repository(snapshot.parent.parent), snapshot.name
+    return None, ""
+
+
+def _write_commit(file: Path, commit: str) -> None:
+    with storage_errors("write", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, commit.encode())
 
 
 def fetch(

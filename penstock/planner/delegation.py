@@ -2,11 +2,13 @@
 cross (FlexGen's computation delegation).
 
 KV grows with the context. What crosses instead does not: q and the new keys and values down, the result up. So there is
-one context from which the CPU is faster, if it reads RAM faster than the link."""
+one context from which the CPU is faster, if it reads RAM faster than the link. If the link is faster, there is one up
+to which the CPU is, where its calls begin sooner."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 from penstock.graph import ops
@@ -20,14 +22,15 @@ from penstock.units import format_seconds
 
 class Crossing(NamedTuple):
     """Of one layer, one batch and one decode pass at position `tokens`. link_s: KV crosses, and the device attends.
-    ram_s: q and fresh rows cross, the CPU attends, and the result crosses back. `least_tokens`: the context from which
-    `ram_s` is less, up to the plan's context; None where it never is."""
+    ram_s: q and fresh rows cross, the CPU attends, and the result crosses back. `least_tokens`, `most_tokens`: the
+    contexts from and up to which `ram_s` is less, within the plan's context; None where it never is."""
 
     seqs: int
     tokens: int
     link_s: float
     ram_s: float
     least_tokens: int | None
+    most_tokens: int | None
 
 
 def crossing(plan: Plan, home: KvHome, cost: Cost, tokens: int) -> Crossing:
@@ -38,10 +41,21 @@ def crossing(plan: Plan, home: KvHome, cost: Cost, tokens: int) -> Crossing:
         link_s, ram_s = _seconds(layout, home, cost, position)
         return ram_s < link_s
 
-    positions = range(1, plan.context)  # the difference rises or falls with the context, but for the rounding to pages
-    least = bisect_left(positions, True, key=ram_gains)
-    found = positions[least] if least < len(positions) else None
-    return Crossing(plan.batch_seqs, tokens, *_seconds(layout, home, cost, tokens), found)
+    gains = _where(ram_gains, range(1, plan.context))
+    least, most = (gains[0], gains[-1]) if gains else (None, None)
+    return Crossing(plan.batch_seqs, tokens, *_seconds(layout, home, cost, tokens), least, most)
+
+
+def _where(ram_gains: Callable[[int], bool], positions: range) -> range:
+    """Those positions at which RAM's way takes less. The difference rises or falls with the context, but for the
+    rounding to pages: so they are all, none, or one end."""
+    if not positions:
+        return positions
+    first, last = ram_gains(positions[0]), ram_gains(positions[-1])
+    if first == last:
+        return positions if first else positions[:0]
+    split = bisect_left(positions, True, key=lambda position: ram_gains(position) == last)
+    return positions[split:] if last else positions[:split]
 
 
 def _seconds(layout: Layout, home: KvHome, cost: Cost, position: int) -> tuple[float, float]:
@@ -74,10 +88,12 @@ def sentences(plan: Plan, cost: Cost, tokens: int) -> tuple[str, ...]:
     where = "the CPU, where KV is" if home.attend == HOST else "the device, to which KV crosses"
     if found.least_tokens is None:
         when = f"the link is faster up to a context of {plan.context} tokens"
-    elif found.least_tokens <= 1:
-        when = "the CPU is faster at any context"
-    else:
+    elif found.least_tokens > 1:
         when = f"the CPU is faster from a context of {found.least_tokens} tokens"
+    elif found.most_tokens is not None and found.most_tokens < plan.context - 1:
+        when = f"the CPU is faster up to a context of {found.most_tokens} tokens"
+    else:
+        when = "the CPU is faster at any context"
     seqs = f"{found.seqs} sequence{'s' if found.seqs > 1 else ''}"
     return (
         f"attention's scores on {where}: at {tokens} tokens of {seqs} a layer takes {ram} with q and the result"

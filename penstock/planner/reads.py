@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.spec.machine import MachineSpec, Reads
+from penstock.spec.machine import ASKED_IN_FLIGHT, MachineSpec, Reads
 from penstock.spec.places import DISK, Tier, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes, format_rate
@@ -32,7 +32,10 @@ def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
     plan = replace(plan, io_block_bytes=best.block_bytes, io_depth=best.depth, io_engine=best.engine)
     speed = f" ({format_rate(best.bytes_per_s)})" if best.bytes_per_s else ""
     size = f" of at most {format_bytes(best.most_bytes)}" if best.most_bytes else ""
-    return plan, f"reads{size} {best.reason}{speed}"
+    if not plan.caches:
+        return plan, f"reads{size} {best.reason}{speed}"
+    asked = f"by an io_uring where there is one, {max(best.depth, ASKED_IN_FLIGHT)} blocks in flight"
+    return plan, f"reads{size} {best.reason}{speed}; experts that native code asks for come {asked}"
 
 
 def _one_after_the_other(reads: Reads, expert_bytes: int) -> Reads:

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import DamagedModel, PenstockError, StorageFailed
-from penstock.spec.machine import PICKS_IN_FLIGHT
+from penstock.spec.machine import ASKED_IN_FLIGHT, PICKS_IN_FLIGHT
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
-ASKED_IN_FLIGHT = 4  # reads of experts, at least
 PICKER_THREADS = 16  # of a kernel without io_uring
 
 

@@ -8,7 +8,7 @@ from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime import child
 from penstock.runtime.fit import Tell
 from penstock.runtime.host import Progress
-from penstock.runtime.probe_apart import OnPart, begun_in, probe_apart
+from penstock.runtime.probe_apart import OnPart, probe_apart
 from penstock.runtime.probe_ops import FORMATS
 from penstock.runtime.this_machine import fingerprint, with_memory
 from penstock.spec import machine as machines
@@ -28,7 +28,7 @@ def probed_file(file: Path) -> Path:
 
 def begun_file(file: Path) -> Path:
     """The file beside a machine's `file` that keeps what a probe has found out that did not end, or had no time for
-    all."""
+    all. It is there until a probe has found out everything."""
     return file.with_suffix(".begun.json")
 
 
@@ -44,11 +44,11 @@ def load_or_probe(
 ) -> MachineSpec:
     """The machine as measured before, or measured now and kept. Its memory is always read afresh. `disk_folder`: lies
     on the disk to measure; None is `cache`. `whole`: by the whole probe, which takes a minute at most, also where the
-    quick one has measured before, or a whole one had no time for all. `on_part` and `tell`: as for `probe_apart`.
-    `kind`: the number format that the quick one measures. Raises StorageFailed where measuring fails."""
+    quick one has measured before, or a whole one had no time for all, however long ago. `on_part` and `tell`: as for
+    `probe_apart`. `kind`: the number format that the quick one measures. Raises StorageFailed where measuring fails."""
     path = machine_file(cache)
     known, begun = kept(path), begun_file(path)
-    if known is not None and not (whole and (known.rough or begun_in(begun).parts)):
+    if known is not None and not (whole and (known.rough or begun.exists())):
         return with_memory(known)
     machine = None if whole else quick_apart(disk_folder or cache, kind)
     if machine is None:

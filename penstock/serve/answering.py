@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest
 from penstock.graph import passes
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Pass, Stream
+from penstock.graph.tasks import Pass
 from penstock.serve.generation import Generation
 from penstock.serve.guides import Guide
 from penstock.serve.reply import Reply
@@ -121,7 +121,7 @@ class Answering:
             yield from passes.prompts(self._session.plan, range(len(lengths)), lengths, following, self._starts)
             return
         for seq, length in enumerate(lengths):
-            then = following if seq + 1 == len(lengths) else Stream("prefill", True)
+            then = following if seq + 1 == len(lengths) else passes.scored(self._session.plan, lengths[seq + 1])
             yield from passes.prefill(self._session.plan, seq, length, then, score=True)
 
     def _rows(self, batch: Batch) -> NDArray[np.int32]:

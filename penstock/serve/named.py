@@ -43,6 +43,10 @@ def locate(
     be of no use. Raises BadRequest where there is none; UnsupportedModel, BrokenModel, StorageFailed."""
     found = _kept(model, where, tell)
     if found is not None:
+        if "snapshots" in found.path.absolute().parts:  # as a rule it is not, and huggingface_hub takes long to import
+            from penstock.hubs.transfer import pin_path
+
+            pin_path(found.path)
         return found
     path, name = _path(model), hub_name(model)
     if name is None:

@@ -272,7 +272,9 @@ class Scheduler:
                 room[batch] = max(0, room[batch] - left)
         if any(room) and any(request.table is None for request in requests):
             pools = all(request.pools for request in requests)
-            return Stream("prefill", not pools)  # one of these may begin, and end too
+            begins = sum(request.tokens for request in requests if request.table is None)
+            read = max(most - min(room), min(most, most - max(room) + begins))
+            return Stream(passes.purpose_of(self._plan, read), not pools)  # one of these may begin, and end too
         read = most - min(room)
         return Stream(passes.purpose_of(self._plan, read), logits, read <= self._plan.asking_rows)
 

@@ -150,6 +150,8 @@ KV_IN_FLIGHT = 8
 # Reads of neurons' records in flight. Hundreds of them are asked for at once, of two pages each. With 8, 32 and 128 in
 # flight a disk did 51, 63 and 81 thousand reads of 4 KiB a second, and 36, 46 and 53 thousand of 16 KiB.
 PICKS_IN_FLIGHT = 128
+# Blocks in flight of the experts that native code asks for, at least.
+ASKED_IN_FLIGHT = 4
 
 
 # Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,39 @@ def test_all_answers_end_in_order(lengths: list[tuple[int, int, int]]) -> None:
     assert all(0 < a <= b for a, b in zip(found.ends_s, found.ends_s[1:], strict=False))
     left = [found.left_s(n) for n in range(len(found.ends_s) + 1)]
     assert left == sorted(left, reverse=True) and left[-1] == 0
+
+
+@st.composite
+def of_several_prompts(draw: st.DrawFn) -> Todo:
+    """A line of several prompts of any lengths, of which the first shares what it may."""
+    lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=6))
+    copies, shared = draw(st.integers(1, 2)), draw(st.integers(0, lengths[0]))
+    prompts = len(lengths)
+    return Todo(0, prompts * copies, sum(lengths) * copies, draw(st.integers(1, 9)), 7, prompts, shared)
+
+
+@given(todo=st.lists(of_several_prompts(), min_size=1, max_size=6))
+@settings(max_examples=30)
+def test_a_line_of_several_prompts_shares_of_its_first_alone(todo: list[Todo]) -> None:
+    for each in todo:
+        found = [ids for ids, _ in foretelling._requests([each])]
+        assert sum(map(len, found)) == each.prompt_tokens and all(len(ids) for ids in found)
+        copies = each.answers // each.prompts
+        alike = sum(int((ids < 0).sum()) for ids in found[::copies])
+        rows = each.prompt_tokens // copies - each.shared_tokens + each.answers * (each.output_tokens - 1)
+        assert foretelling._rows(each) == rows >= 0
+        assert alike == (each.shared_tokens or len(found[0]))
+    ends_s = in_passes(PLAN, TIMES, todo, 3).ends_s
+    assert len(ends_s) == sum(each.answers for each in todo)
+    assert all(0 < a <= b for a, b in pairwise(ends_s))
+
+
+def test_no_batch_is_foretold_less_than_no_time() -> None:
+    """One prompt of a hundred shares 1,000 tokens, and the others have 20 each: less than it shares."""
+    todo = Todo(1, 100, 2990, 1, 7, 100, 1000)
+    ask = Ask(prompt_tokens=16, output_tokens=6, batch=6, context=256)
+    plan = resident_plan(SPEC, WEIGHTS, batch_seqs=3, batches_per_pass=2, chunk_rows=16, logits_rows=3, context=256)
+    assert foretell(plan, predict(plan, ask, MACHINE), ask, MACHINE, [todo]).seconds > 0
 
 
 def test_the_rest_goes_on_at_the_same_pace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,8 @@ def test_prune_takes_copies_of_commits_that_a_branch_has_left(
     folder, _ = resolved(make_checkpoint(repository / "snapshots" / old), cache, "int4")
     assert listed(capsys, cache)[folder.name]["state"] == "whole"
     (repository / "refs" / "main").write_text(new)
+    assert listed(capsys, cache)[folder.name]["state"] == "whole"  # it was asked for by its path
+    (repository / ".penstock" / f"{old}.pinned").unlink()
     assert listed(capsys, cache)[folder.name]["state"] == "superseded"
     assert here(capsys, "prune", "--cache", cache, "--json").report["removed"] == [folder.name]
     assert (repository / "snapshots" / old).is_dir()

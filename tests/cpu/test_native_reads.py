@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -230,6 +231,28 @@ def test_closing_waits_for_what_is_being_compared(engine: str, file: File, memor
                 assert load.wait() == MIB
             except OSError as error:
                 assert error.errno == errno.ECANCELED
+
+
+@all_engines
+def test_closing_beside_threads_that_wait(engine: str, file: File, memory: native.Memory) -> None:
+    """Whoever waits for a load takes results too. Not those of a reader that closes: its thread has to hear the bell,
+    and a closed one has none."""
+    for _ in range(200):
+        reader = native.Reader(engine, 2, PAGE)
+        loads = [reader.start(file.fd, 0, memory.address + i * MIB, 4 * PAGE) for i in range(8)]
+
+        def wait(loads: list[native.Begun] = loads) -> None:
+            for load in reversed(loads):
+                with suppress(OSError):
+                    load.wait()
+
+        waiting = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        reader.close()
+        for thread in waiting:
+            thread.join(20)
+        assert all(load.done for load in loads) and not any(thread.is_alive() for thread in waiting)
 
 
 def test_wrong_checksums_are_refused(file: File, memory: native.Memory) -> None:

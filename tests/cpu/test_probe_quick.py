@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import solve
 from penstock.runtime import probe as probes
 from penstock.runtime.probe import kept, load_or_probe, machine_file
+from penstock.runtime.probe_apart import Begun, _keep, begun_in
+from penstock.runtime.probe_parts import Found
 from penstock.runtime.probe_quick import Ratios, profile, quick_probe, scaled
 from penstock.serve.history import error_band
 from penstock.serve.planning import describe
@@ -83,6 +86,22 @@ def test_the_first_command_measures_in_haste_and_the_probe_whole(
     monkeypatch.setattr(probes, "quick_apart", lambda *_: None)  # where no machine is alike
     machine_file(tmp_path).unlink()
     assert not load().rough and "a minute at most" in told[0]
+
+
+def test_a_probe_that_had_no_time_for_all_goes_on_however_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found out is a day old, so nothing of it counts any more."""
+    late, whole = replace(MACHINE, source="probe; no time for RAM"), iter((MACHINE,))
+    monkeypatch.setattr(probes, "probe_apart", lambda *_, **__: next(whole))
+    file = machine_file(tmp_path)
+    begun = probes.begun_file(file)
+    probes.keep(file, late)
+    _keep(begun, {"int8 products": Found()})
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 90_000)
+    assert begun_in(begun) == Begun() and load_or_probe(tmp_path).source == late.source
+    assert load_or_probe(tmp_path, whole=True).source == MACHINE.source
+    begun.unlink()  # as `probe_apart` does when it has everything
+    assert load_or_probe(tmp_path, whole=True).source == MACHINE.source  # no other one is begun
 
 
 def test_its_band_is_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from penstock.cli import bench
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
@@ -19,6 +22,7 @@ from penstock.runtime.execute import Executor
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import Capacity
+from penstock.spec.places import CPU
 from penstock.spec.plan import Plan
 from penstock.units import MIB
 from tests.pure.machine import MACHINE, WITH_DEVICE, model
@@ -30,6 +34,10 @@ def problem(device_bytes: int = 24 * MIB, host_bytes: int = 8 << 30) -> Problem:
     tiers = (Capacity("host", host_bytes), WITH_DEVICE.tier("disk0"), Capacity("gpu0", device_bytes))
     machine = replace(WITH_DEVICE, tiers=tiers, device_process_bytes=0, context_bytes=0)
     return Problem(settle_context(Ask(prompt_tokens=20, output_tokens=4, context=64), SPEC), SPEC, INT4, machine)
+
+
+def test_the_command_names_the_families() -> None:
+    assert re.split(", | or ", bench._FAMILIES) == list(FAMILIES)
 
 
 DENSE = [name for name in FAMILIES if name != "experts-cpu"]
@@ -54,6 +62,10 @@ def test_families_without_a_plan() -> None:
     assert all(plan_of(name, problem(device_bytes=1 << 30)) is None for name in FAMILIES)  # all fits there
 
 
+def lane_threads() -> int:
+    return sum(thread.name.startswith("penstock-timed-") for thread in threading.enumerate())
+
+
 def waited(plan: Plan, given: Problem) -> None:
     """Runs some passes as waits of the planner's seconds times some, and compares the order with the tasks' edges."""
     cost, lowering = Cost(given.machine), Lowering(plan)
@@ -70,7 +82,10 @@ def waited(plan: Plan, given: Problem) -> None:
         spans += executor.run(taken).spans
     spans += executor.drain().spans
     executor.close()
+    lanes = {task.lanes[0] for task in tasks if CPU not in task.lanes}
+    assert len(tasks) > 2 * len(lanes) and lane_threads() == len(lanes)
     work.forget()
+    assert lane_threads() == 0
     at = {each.task: each for each in spans}
     assert set(at) == {task.id for task in tasks}
     for task in tasks:

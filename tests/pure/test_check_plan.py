@@ -18,21 +18,27 @@ from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Call
 from penstock.graph.verify import verify
+from penstock.models import spec_from_config
 from penstock.planner.solve import solve
 from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, ActHome, DeviceRows, KvHome, Plan, PlanModel, Unit
+from penstock.spec.plan import ORDERS, ActHome, DeviceRows, KvHome, Plan, PlanModel, Predictor, Unit
+from penstock.spec.predictors import FORMAT, part_of, predicted_layers
 from tests.plans import make_plan, random_plans
 from tests.pure.machine import MACHINE, model
+from tests.pure.real_models import TINY
 
 F32 = Format("float32")
 # Tied and untied, with tails; three layers, so that KV can have several homes.
 TIED = model(layers=3, d=64, heads=4, kv_heads=2, neurons=200, vocab=300, max_positions=256)
 UNTIED = replace(TIED, tied=False)
+FIRING = spec_from_config(TINY["opt"], "tiny")  # its neurons have zeros
+NEURONS = parse_format("int4-neurons")
 
 Json = Any
 Path = tuple[Any, ...]
@@ -49,6 +55,12 @@ def streaming(spec: ModelSpec, **fields: Any) -> Plan:
     return make_plan(spec, F32, units, ring_bytes={"host": ring}, batch_seqs=2, batches_per_pass=2, **fields)
 
 
+def first(call: Call) -> list[list[int]]:
+    """Answers who fires, or which experts are wanted: of each row the first."""
+    assert call.batch is not None
+    return [[0]] * call.batch.total_rows
+
+
 def runs(plan: Plan) -> None:
     """Lowers what an engine would do with it, and verifies the tasks."""
     lowering, tokens = Lowering(plan), min(plan.context, 40)
@@ -57,12 +69,12 @@ def runs(plan: Plan) -> None:
         task
         for seq in seqs
         for p in passes.prefill(plan, seq, tokens, passes.DECODE if seq == seqs[-1] else None)
-        for task in lowering.step(p)
+        for task in lowering.step(p, first)
     ]
     for alive in (seqs, seqs[1:] or seqs, seqs[:1]):
-        tasks += lowering.step(passes.decode(plan, alive, (plan.context - 1,) * len(alive), passes.DECODE))
+        tasks += lowering.step(passes.decode(plan, alive, (plan.context - 1,) * len(alive), passes.DECODE), first)
     for p in passes.prefill(plan, 0, tokens, None, score=True):
-        tasks += lowering.step(p)
+        tasks += lowering.step(p, first)
     verify(tasks, plan.arenas)
 
 
@@ -289,9 +301,81 @@ def test_each_wrong_thing_is_one_line(change: Callable[[Plan], Plan], message: s
     assert "\n" not in caught.value.message and len(caught.value.message) < 300
 
 
+def predicting() -> Plan:
+    """All on a device, its predictors too."""
+    by_key = {part.key: part for part in parts(FIRING, F32)}
+    known = tuple(Predictor(layer, 32, "gpu0", FORMAT) for layer in predicted_layers(FIRING))
+    sizes = [part.granule_bytes for part in by_key.values()] + [part_of(FIRING, p.layer, p.rank).nbytes for p in known]
+    plan = make_plan(
+        FIRING, F32, [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values()],
+        ring_bytes={}, stage_bytes=max(sizes), main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(FIRING.layers),
+    )  # fmt: skip
+    return rebuilt(plan, sparsity="predict", predictors=known)
+
+
+def asking() -> Plan:
+    """FFNs lie on a disk, and of them only the neurons that fire are read."""
+    by_key = {part.key: part for part in parts(FIRING, NEURONS)}
+    units = [
+        Unit(part.key, 0, part.granules, "disk0" if part.kind == "ffn" else "host", "host", "host")
+        for part in by_key.values()
+    ]
+    units = [replace(unit, asked=unit.home == "disk0") for unit in units]
+    ring = 2 * max(part.nbytes for part in by_key.values())
+    return rebuilt(make_plan(FIRING, NEURONS, units, ring_bytes={"host": ring}), sparsity="exact")
+
+
+INCOMPLETE = [
+    (field(acts=()), "activations"),
+    (field(kv=()), "KV of layers"),
+    (kv(layers=(0, 99)), "KV of layers"),
+    (field(units=()), "have no home"),
+    (lambda plan: replace(plan, units=tuple(u for u in plan.units if u.part != "0.attn")), "0.attn have no home"),
+    (lambda plan: replace(plan, units=(replace(plan.units[0], part="zz"), *plan.units[1:])), "no part 'zz'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), INCOMPLETE, ids=[str(i) for i in range(len(INCOMPLETE))])
+def test_predictors_and_asked_units_are_checked_after_what_they_need(
+    change: Callable[[Plan], Plan], message: str
+) -> None:
+    for plan, weights in ((predicting(), F32), (asking(), NEURONS)):
+        check_plan(plan, FIRING, weights)
+        with pytest.raises(BadRequest, match=message):
+            check_plan(change(plan), FIRING, weights)
+
+
+def test_a_predictor_has_to_fit_into_the_stage() -> None:
+    largest = max(part.granule_bytes for part in parts(FIRING, F32))
+    known = tuple(replace(each, rank=4096) for each in predicting().predictors)
+    assert part_of(FIRING, 0, 4096).nbytes > largest
+    with pytest.raises(BadRequest, match="does not fit into the stage"):
+        check_plan(rebuilt(predicting(), predictors=known, stage_bytes=largest), FIRING, F32)
+
+
+def test_neurons_are_left_out_only_where_the_plan_says_so() -> None:
+    plan = predicting()
+    with pytest.raises(BadRequest, match="it has predictors, which nobody asks with sparsity off"):
+        check_plan(rebuilt(plan, sparsity="off"), FIRING, F32)
+    some = tuple(replace(u, active=0.5) if u.part.endswith(".ffn") else u for u in plan.units)
+    with pytest.raises(BadRequest, match="it leaves out neurons of some units, yet its sparsity is off"):
+        check_plan(rebuilt(plan, sparsity="off", predictors=(), units=some), FIRING, F32)
+
+
+def test_why_rows_of_prompts_are_not_shared() -> None:
+    """The message names what the plan has and may not have."""
+    rows = (DeviceRows(0, (4,), (1,)),)
+    with pytest.raises(
+        BadRequest, match=r"layers \[0\]; that needs a device, no caches, no predictors and no units that"
+    ):
+        check_plan(rebuilt(predicting(), device_rows=rows), FIRING, F32)
+    with pytest.raises(BadRequest, match=r"layers \[0, 0\]; each layer comes once, in their order"):
+        check_plan(rebuilt(predicting(), device_rows=rows * 2), FIRING, F32)
+
+
 # --- fuzz ------------------------------------------------------------------------------------------------------------
 
-VALID = json.loads(plans.dumps(streaming(TIED)))
+BASES = [(streaming(TIED), TIED, F32), (predicting(), FIRING, F32), (asking(), FIRING, NEURONS)]
 VALUES = (
     st.none()
     | st.booleans()
@@ -308,15 +392,21 @@ def paths(tree: Json, at: Path = ()) -> list[Path]:
 
 
 # Most values of a plan are those of its units, and most others the model's: pick the field's kind first.
-KINDS: dict[Path, list[Path]] = {}
-for _path in paths(VALID):
-    KINDS.setdefault(tuple("*" if isinstance(key, int) else key for key in _path), []).append(_path)
+def kinds_of(tree: Json) -> dict[Path, list[Path]]:
+    found: dict[Path, list[Path]] = {}
+    for path in paths(tree):
+        found.setdefault(tuple("*" if isinstance(key, int) else key for key in path), []).append(path)
+    return found
 
 
-def mutate(data: st.DataObject, tree: Json) -> None:
+VALID = [json.loads(plans.dumps(plan)) for plan, _, _ in BASES]
+KINDS = [kinds_of(tree) for tree in VALID]
+
+
+def mutate(data: st.DataObject, tree: Json, kinds: dict[Path, list[Path]]) -> None:
     """One change somewhere: another value, a missing, doubled or swapped entry, or a name that is unknown."""
-    kind = data.draw(st.sampled_from(sorted(KINDS)))
-    path = data.draw(st.sampled_from(KINDS[kind]))
+    kind = data.draw(st.sampled_from(sorted(kinds)))
+    path = data.draw(st.sampled_from(kinds[kind]))
     for key in path[:-1]:
         try:
             tree = tree[key]
@@ -341,12 +431,13 @@ def mutate(data: st.DataObject, tree: Json) -> None:
 @pytest.mark.fuzz
 @given(st.data())
 def test_fuzz_no_plan_does_worse_than_a_clear_error(data: st.DataObject) -> None:
-    tree = copy.deepcopy(VALID)
+    base = data.draw(st.integers(0, len(BASES) - 1))
+    (_, spec, weights), tree = BASES[base], copy.deepcopy(VALID[base])
     for _ in range(data.draw(st.integers(1, 3))):
-        mutate(data, tree)
+        mutate(data, tree, KINDS[base])
     try:
         plan = plans.loads(json.dumps(tree), "plan.json")
-        check_plan(plan, TIED, F32)
+        check_plan(plan, spec, weights)
     except PenstockError as error:
         assert error.exit_code == 2
         return
@@ -357,14 +448,15 @@ def test_fuzz_no_plan_does_worse_than_a_clear_error(data: st.DataObject) -> None
 @given(st.data())
 def test_fuzz_a_plan_that_fits_its_own_arenas(data: st.DataObject) -> None:
     """As above, where the arenas are made to agree, so that more gets past them."""
-    tree = copy.deepcopy(VALID)
-    mutate(data, tree)
+    base = data.draw(st.integers(0, len(BASES) - 1))
+    (_, spec, weights), tree = BASES[base], copy.deepcopy(VALID[base])
+    mutate(data, tree, KINDS[base])
     try:
         plan = plans.loads(json.dumps(tree), "plan.json")
-        check_plan(plan, TIED, F32)
+        check_plan(plan, spec, weights)
     except PenstockError as error:
         if "is not what the rest" not in error.message:
             return
         plan = rebuilt(plan)
-        check_plan(plan, TIED, F32)
+        check_plan(plan, spec, weights)
     runs(plan)

@@ -11,7 +11,7 @@ from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.planner.cost import Cost
 from penstock.planner.delegation import crossing, sentences
-from penstock.spec.format import Format
+from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import Plan, Unit
 from tests.plans import make_plan
@@ -65,6 +65,25 @@ def test_they_cross_where_it_says() -> None:
     assert least > 100
     weak = Cost(WITH_DEVICE.longer(lambda figure: figure.lane == "host", 1000.0))
     assert crossing(made, made.kv[0], weak, 64).least_tokens is None
+
+
+def test_a_link_that_is_faster_than_ram() -> None:
+    """Its calls take longer to begin: the CPU is faster up to a context, and the sentence says so."""
+
+    made = plan("gpu0", seqs=16)
+    rates = tuple(
+        replace(rate, alpha_s=1e-5, s_per_byte=1 / 60e9) if rate.lane == "h2d0"
+        else replace(rate, alpha_s=1e-6, s_per_byte=1 / 10e9) if rate.lane in ("host", "d2h0") else rate
+        for rate in WITH_DEVICE.rates
+    )  # fmt: skip
+    cost = Cost(replace(WITH_DEVICE, rates=rates))
+    found = crossing(made, made.kv[0], cost, 4000)
+    assert found.least_tokens == 1 and found.most_tokens is not None and 64 < found.most_tokens < 4000
+    for position in (64, found.most_tokens, found.most_tokens + 2 * PAGE_TOKENS, 4000):
+        at = crossing(made, made.kv[0], cost, position)
+        assert (at.ram_s < at.link_s) == (position <= found.most_tokens)
+    (said,) = sentences(made, cost, 4000)
+    assert f"the CPU is faster up to a context of {found.most_tokens} tokens" in said
 
 
 def test_the_reason_names_both() -> None:

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InternalError
-from penstock.graph import passes
+from penstock.graph import ops, passes
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.check_plan import check_plan
 from penstock.graph.dump import dump
 from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Pass, Stream, Task
+from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.graph.verify import verify
 from penstock.models import spec_from_config
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, Cache, DeviceRows, Plan, Predictor, Unit
+from penstock.spec.plan import ORDERS, Arena, Cache, DeviceRows, Plan, Predictor, Unit
 from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 from tests.pure.real_models import TINY
@@ -330,6 +330,18 @@ def test_verify_finds_what_is_wrong() -> None:
         verify(tasks, [replace(a, bytes=4096) if a.name == "host.ring" else a for a in plan.arenas])
     with pytest.raises(InternalError, match="twice"):
         verify([tasks[0], tasks[0]], plan.arenas)
+
+
+def test_verify_walks_calls_in_order() -> None:
+    """What a task reads is its own only after it has written that."""
+    x, y = Slot("host.act", 0, 64), Slot("host.act", 64, 128)
+    write, read = (Call(ops.Copy(a, b, what="x"), -1, None, "*", 64, 0) for a, b in ((y, x), (x, y)))
+    arenas = (Arena("host.act", "host", 128),)
+    first = Task(0, ("host",), (Call(ops.Copy(x, y, what="tokens"), -1, None, "*", 64, 0),), (x,), (y,), 64, 0, ())
+    task = Task(1, ("host",), (write, read), (y, x), (x, y), 128, 0, ())
+    assert verify([first, task], arenas) == 2
+    with pytest.raises(InternalError, match="were never written"):
+        verify([first._replace(calls=()), task._replace(calls=(read, write))], arenas)
 
 
 def test_a_unit_larger_than_the_ring_is_our_fault() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import passes
 from penstock.spec.format import Format
+from penstock.spec.plan import DeviceRows
 from tests.plans import resident_plan
 from tests.pure.machine import model
 
@@ -48,3 +49,12 @@ def test_one_prompt_is_cut_as_before() -> None:
     assert [(b.seqs, b.start, b.rows, b.logits) for p in found for b in p.batches] == [
         ((3,), (0,), (8,), ()), ((3,), (8,), (8,), ()), ((3,), (16,), (4,), (3,)),
     ]  # fmt: skip
+
+
+def test_short_passes_that_score_are_those_of_decode_where_a_device_takes_no_rows() -> None:
+    """As other prompts: 5 of the chunks' 8 rows are the least that the device takes."""
+    plan = replace(PLAN, logits_rows=8, device_rows=(DeviceRows(0, (5,), (0,)),))
+    found = list(passes.prefill(plan, 0, 11, passes.DECODE, score=True))
+    assert [p.purpose for p in found] == ["prefill", passes.MIXED]
+    assert [p.then for p in found] == [found[1].stream, passes.DECODE]
+    assert passes.scored(plan, 11) == found[0].stream and passes.scored(plan, 3) == found[1].stream

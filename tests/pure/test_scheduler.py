@@ -21,7 +21,7 @@ from penstock.serve.pages import Copied, Ids, Restore, Save
 from penstock.serve.pooling import POOLS, Pool
 from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler, Step
 from penstock.spec.format import parse_format
-from penstock.spec.plan import Plan
+from penstock.spec.plan import DeviceRows, Plan
 from tests.plans import random_plans, resident_plan
 from tests.pure.machine import model
 
@@ -501,3 +501,17 @@ def test_who_does_not_fit_is_not_overtaken() -> None:
     while (step := checked.step()) is not None:
         order += [r.request for r in step.rows[0] if r.request not in order]
     assert order == [running, large, small]
+
+
+def test_a_short_request_that_waits_is_foretold_as_it_is_read() -> None:
+    """A device takes rows from five on: what is read in shorter passes is the CPU's, so its weights do not stream."""
+    made = replace(plan(seqs=1, chunk=16), device_rows=(DeviceRows(0, (5,), (0,)),))
+    for waiting, purpose in ((3, passes.MIXED), (9, "prefill")):
+        scheduler = Scheduler(made, 16, 10, lambda request, start, count: np.zeros(count, np.int32))
+        for request, tokens in enumerate((8, waiting)):
+            scheduler.submit(request, np.arange(tokens, dtype=np.int32), 0, 0.0, most=1)
+        first = scheduler.next(0.0)
+        scheduler.end([0])
+        second = scheduler.next(0.0)
+        assert first is not None and second is not None and second.taken.purpose == purpose
+        assert first.taken.then == second.taken.stream

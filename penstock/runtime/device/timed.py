@@ -38,7 +38,10 @@ class Timed:
         """Begins a task of any lane but the processor's, to wait after those in `after`. None for the processor's."""
         if CPU in task.lanes:
             return None
-        lane = self._lanes.setdefault(task.lanes[0], _Lane(task.lanes[0]))
+        name = task.lanes[0]
+        lane = self._lanes.get(name)
+        if lane is None:  # a lane starts its thread as it is made
+            lane = self._lanes[name] = _Lane(name)
         return lane.submit(self._wait_s(task), after)
 
     def run(self, task: Task) -> None:

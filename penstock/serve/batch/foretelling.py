@@ -109,19 +109,29 @@ def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -
 def _rows(todo: Todo) -> int:
     """Rows that go through the model for a line: of its prompts, without what others have read, and of its answers."""
     copies = todo.answers // todo.prompts
-    return todo.prompt_tokens // copies - todo.prompts * todo.shared_tokens + todo.answers * (todo.output_tokens - 1)
+    return todo.prompt_tokens // copies - todo.shared_tokens + todo.answers * (todo.output_tokens - 1)
+
+
+def _lengths(todo: Todo) -> list[int]:
+    """Tokens of each of a line's prompts, of which it knows the sum alone: all alike, but that the first has at least
+    what it shares."""
+    whole = todo.prompt_tokens * todo.prompts // todo.answers
+    first = max(whole // todo.prompts, todo.shared_tokens)
+    others = todo.prompts - 1
+    return [first, *((whole - first) * (i + 1) // others - (whole - first) * i // others for i in range(others))]
 
 
 def _requests(todo: Sequence[Todo]) -> Iterator[tuple[Ids, int]]:
     """(made-up ids of a prompt, int32 [n], tokens of the answer) of each answer: what lines share is the same."""
     groups: dict[int, int] = {}
     for line, each in enumerate(todo):
-        length, copies = each.prompt_tokens // each.answers, each.answers // each.prompts
+        copies = each.answers // each.prompts
         group = groups.setdefault(each.beginning, len(groups)) if each.beginning != -1 else -1
-        for prompt in range(each.prompts):
+        for prompt, length in enumerate(_lengths(each)):
             own = 1 + (line * 7919 + prompt) % (1 << 30)
-            # The first line of a group is what the others share the beginning of.
-            alike = length if group >= 0 and not each.shared_tokens else min(length, each.shared_tokens)
+            alike = 0  # of a line's other prompts nobody knows what they share
+            if prompt == 0:  # the first line of a group is what the others share the beginning of
+                alike = length if group >= 0 and not each.shared_tokens else each.shared_tokens
             found = np.concatenate(
                 [np.full(alike, -2 - group, np.int32), np.full(length - alike, own, np.int32)]
             )  # fmt: skip

@@ -141,6 +141,49 @@ def test_a_branch_that_moved_on(hub: FakeHub, where: Where, files: dict[str, byt
     assert not is_superseded(str(before.path))  # a commit that somebody names
 
 
+def test_a_commit_that_was_named_while_it_was_here_stays(hub: FakeHub, where: Where) -> None:
+    """By its own name, or by its path: the Hub is not asked, and the branch moves on afterwards."""
+    named, typed, planned = (
+        pull(name_of(f"org/{name}"), where) for name in hub_copies(hub, "named", "typed", "planned")
+    )
+    assert locate(f"org/named:{named.commit}", where).path == named.path
+    assert locate(str(typed.path), where).path == typed.path
+    with to_plan(str(planned.path), where):
+        pass
+    hub.revisions["main"] = "b" * 40
+    for name in ("named", "typed", "planned"):
+        pull(name_of(f"org/{name}"), where)
+    assert not is_superseded(str(named.path)) and not is_superseded(str(typed.path / "model.safetensors"))
+    assert is_superseded(str(planned.path))  # a plan makes no copy
+
+
+def hub_copies(hub: FakeHub, *names: str) -> tuple[str, ...]:
+    """More repositories like org/name."""
+    for name in names:
+        hub.repos[f"org/{name}"] = dict(hub.repos["org/name"])
+    return names
+
+
+def test_a_pull_request_takes_nobodys_place(hub: FakeHub, where: Where) -> None:
+    before = pull(name_of(), where)
+    hub.revisions["refs/pr/3"] = "a" * 40
+    asked = pull(name_of("org/name:refs/pr/3"), where)
+    repository = Repository.of(before.path.parents[2], "org/name")
+    repository.ref("main").unlink()
+    assert repository.commits() == {"refs/pr/3": "a" * 40}
+    assert not is_superseded(str(before.path)) and not is_superseded(str(asked.path))
+
+
+def test_a_pin_in_a_cache_that_cannot_be_written(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled = pull(name_of(), where)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.hubs.transfer.write_bytes", full)
+    assert find(name_of(f"org/name:{pulled.commit}"), where) == Pulled(pulled.path, pulled.commit, pulled.choice)
+
+
 def test_headers_that_drip(hub: FakeHub, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte every now and then, and no end."""
     monkeypatch.setattr(web, "_WHOLE_ANSWER_S", 0.2)

@@ -47,14 +47,18 @@ class TorchBinding:
         self._views: dict[Slot, Tensor] = {}
         self._numbers: dict[int, dict[int, int]] = {}  # Task.like → batch id → the index of one call of that batch
 
+    def begin(self) -> None:
+        """A pass starts: the one before has ended, so nothing reads the tables."""
+        for tables in self._tables:
+            tables.begin()
+
     def prepare(self, task: Task) -> None:
-        """Fills the device's tables for the task's batches. The calls that have these batches are found once for all
-        tasks that are alike, for to look at all calls of a step takes longer than to launch it."""
+        """Fills the device's tables for the batches whose tables the task's calls read. These calls are found once for
+        all tasks that are alike, for to look at all calls of a step takes longer than to launch it."""
         numbers = self._numbers.get(task.like) if task.like >= 0 else None
         if numbers is None:
-            # The one with the most rows: other calls may be for some of a batch's rows, and ask for no tables.
-            batches = [(call.batch, i) for i, call in enumerate(task.calls) if call.batch is not None]
-            numbers = {batch.id: i for batch, i in sorted(batches, key=lambda entry: entry[0].total_rows)}
+            # Not of the other calls: they may be for some of a batch's rows (`graph.assigned`).
+            numbers = {_batch(call).id: i for i, call in enumerate(task.calls) if _reads_tables(call)}
             if task.like >= 0:
                 self._numbers[task.like] = numbers
         for number, i in numbers.items():
@@ -96,7 +100,7 @@ class TorchBinding:
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
         batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
-        some = op.layer is None and not op.every
+        some = _is_of_some_rows(op)
         shape = (len(batch.logits) if some else batch.total_rows, width)
         dense.norm_in(
             self._rows(op.x, batch.total_rows), self._view(op.norms), self._parts[key], op.which, self._spec, present,
@@ -287,6 +291,16 @@ class TorchBinding:
             page_tokens, pages = kv.fresh(batch).page_tokens, tables.fresh_pages
         blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
         return KvPool(blocks, page_tokens, a.head_dim, fmt, pages)
+
+
+def _reads_tables(call: Call) -> bool:
+    """Whether a call reads any table of its batch. Of the norms, that before the head reads which rows it wants."""
+    op = call.operands
+    return isinstance(op, ops.Embed | ops.Qkv | ops.Attend) or (isinstance(op, ops.Norm) and _is_of_some_rows(op))
+
+
+def _is_of_some_rows(op: ops.Norm) -> bool:
+    return op.layer is None and not op.every
 
 
 def _batch(call: Call) -> Batch:

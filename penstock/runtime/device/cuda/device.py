@@ -127,7 +127,9 @@ class TorchDevice:
         return self._lanes.enqueue(lane, lambda: binding.run(task), after)
 
     def begin(self) -> None:
-        """Nothing to do: each task fills the tables that it needs."""
+        """A pass starts: its tasks may fill tables."""
+        if self._binding is not None:
+            self._binding.begin()
 
     def forget(self) -> None:
         self._wait()

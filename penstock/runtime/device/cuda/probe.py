@@ -219,6 +219,7 @@ class _Layers:
         cache holds."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])
         tasks = Lowering(self.plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
+        self._binding.begin()
         alike: dict[tuple[str, int, int], list[Call]] = {}
         for task in tasks:
             if task.lanes[0] == GPU.kernels:
@@ -232,6 +233,7 @@ class _Layers:
         """Seconds per call that the CPU takes to launch the calls of a step one by one."""
         batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
         tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == GPU.kernels]
+        self._binding.begin()
         for task in tasks:
             self._binding.prepare(task)
             self._binding.run(task)

@@ -20,9 +20,10 @@ class DeviceTables:
 
     int32: positions [rows], sequences [rows] and chosen rows [logits_rows], in one tensor, and pages [sequences, most
     pages of one] in another. float32: cos and sin,
-    [rows, dims / 2] each, for each rope of the model. `rows` is the most that a batch has."""
+    [rows, dims / 2] each, for each rope of the model. `rows` is the most that a batch has.
+    `delegated`: whether attention of any layer is, without which there are no fresh rows."""
 
-    def __init__(self, plan: Plan, most_pages: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, most_pages: int, device: torch.device, delegated: bool) -> None:
         rows = max(plan.chunk_rows, plan.batch_seqs)
         self._rows, self._device = rows, device
         self._all = torch.zeros(2 * rows + plan.logits_rows, dtype=torch.int32, device=device)
@@ -31,10 +32,11 @@ class DeviceTables:
         self._staged_pages = torch.zeros(self.pages.shape, dtype=torch.int32, pin_memory=device.type != "cpu")
         self._of_pages: Sequence[Sequence[int]] = ()  # that `pages` holds
         # Fresh pages: of beginnings, or of other rows the one page 0 (`graph.fresh`).
-        self.fresh_pages = torch.zeros((plan.batch_seqs, most_pages), dtype=torch.int32, device=device)
+        fresh_seqs, fresh_rows = (plan.batch_seqs, rows) if delegated else (0, 0)
+        self.fresh_pages = torch.zeros((fresh_seqs, most_pages), dtype=torch.int32, device=device)
         self._of_fresh: Sequence[Sequence[int]] = ()
-        self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._numbers = torch.arange(fresh_rows, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros(fresh_rows, dtype=torch.int32, device=device)
         self._frequencies: dict[int, tuple[Tensor, float]] = {}
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._kind: list[int | None] = []
@@ -52,7 +54,19 @@ class DeviceTables:
                 self._turns[number] = (torch.empty(shape, device=device), torch.empty(shape, device=device))
             self._kind.append(kinds[layer_rope])
         self._batch: Batch | None = None
+        self._filled = False  # in this pass
         self._turned: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the tables take."""
+        ints = [self._all, self.pages, self.fresh_pages, self._numbers, self._zeros]
+        floats = [each for turned in self._turns.values() for each in turned]
+        return sum(table.nbytes for table in (*ints, *floats, *(inverse for inverse, _ in self._frequencies.values())))
+
+    def begin(self) -> None:
+        """A pass starts, and the one before has ended: the tables may be filled once."""
+        self._filled = False
 
     def fill(self, batch: Batch, pages: Sequence[Sequence[int]], fresh: Sequence[Sequence[int]] = ()) -> None:
         """Fills the tables, on the current stream. `pages[i]`: the pages of the batch's sequence i. `fresh`: likewise
@@ -60,6 +74,8 @@ class DeviceTables:
         fills them only after that."""
         if batch == self._batch:
             return
+        assert not self._filled, f"two batches {batch.id} in one pass: the link may still read the tables of the first"
+        self._filled = True
         offset = 0
         positions: list[int] = []
         sequences: list[int] = []
@@ -129,5 +145,6 @@ class DeviceTables:
 
 def tables_of(plan: Plan, device: torch.device) -> Sequence[DeviceTables]:
     """The tables of all batches of a plan; a batch's id is its index."""
-    most_pages = Layout(plan).kv.pages_per_seq
-    return [DeviceTables(plan, most_pages, device) for _ in range(plan.batches_per_pass)]
+    layout = Layout(plan)
+    most_pages, delegated = layout.kv.pages_per_seq, bool(layout.delegated)
+    return [DeviceTables(plan, most_pages, device, delegated) for _ in range(plan.batches_per_pass)]
