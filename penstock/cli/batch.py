@@ -144,12 +144,13 @@ def batch(
 
 
 def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
-    """The ask for answers of average length, which share KV pages as each grows."""
+    """The ask for answers of average length, which share KV pages as each grows. More context than the longest of them
+    needs is of no use, so with `--context -1` it does not grow either."""
     from penstock.serve.batch.sizing import of_size
 
     ask = work.ask(machine, found.prompt_tokens, found.output_tokens)
     scored = DEFAULT_SCORE_ROWS if found.scores else 0
-    ask = replace(ask, context=min(context, found.longest), score_rows=scored)
+    ask = replace(ask, context=min(context, found.longest), grow_context=False, score_rows=scored)
     return of_size(ask, min(work.batch, found.answers, MOST_SEQUENCES))
 
 

@@ -9,6 +9,7 @@ from typer import Argument, Option
 from penstock.cli.bench_model import table
 from penstock.cli.loading import loaded, packed_model, tracing
 from penstock.cli.options import (
+    GROWING,
     MODEL_HELP,
     CacheLimit,
     Json,
@@ -121,6 +122,8 @@ def _ops(
     config: str, machine: Machine, work: Work, weights: str | None, rows: str, isa: str | None, as_json: bool
 ) -> None:
     """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows or --isa."""
+    if work.context == GROWING:
+        raise BadRequest("ops times attention at one --context: -1 names none")
     context = work.named_context or _CONTEXT
     try:
         wanted = [int(n) for n in rows.split(",")]

@@ -17,11 +17,12 @@ _CODES = re.compile(r"\x1b(?:\[([0-9;]*)([A-Za-z])|([78DM]))")
 
 
 class Screen:
-    """`scrolled`: rows that left it at the top. The cursor hangs behind the last column until the next character, and
-    every character is one column wide."""
+    """`scrolled`: rows that left it at the top. The cursor hangs behind the last column until the next character.
+    `width`: (the character before, a character) → the columns that this one takes; one where nothing is given."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows: int, columns: int, width: Callable[[str, str], int] = lambda before, character: 1) -> None:
         self.rows, self.columns = rows, columns
+        self._width, self._before = width, ""
         self.cells = [[" "] * columns for _ in range(rows)]
         self.scrolled: list[str] = []
         self.row = self.column = 0
@@ -55,11 +56,17 @@ class Screen:
         elif character == "\n":
             self._down()
         else:
-            if self.column == self.columns:
+            width = self._width(self._before, character)
+            if self.column + width > self.columns:
                 self.column = 0
                 self._down()
-            self.cells[self.row][self.column] = character
-            self.column += 1
+            if width:
+                self.cells[self.row][self.column : self.column + width] = [character, *[""] * (width - 1)]
+            else:
+                assert self.column > 0, "a mark without a character"
+                self.cells[self.row][self.column - 1] += character
+            self.column += width
+        self._before = character
 
     def _down(self) -> None:
         if self.row + 1 < self.rows:

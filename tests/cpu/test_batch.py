@@ -325,6 +325,11 @@ def test_answers_that_may_be_longer_than_the_context(call: Call, tmp_path: Path)
     assert found.report["predicted"]["seconds"] < 3600
 
 
+def test_a_context_that_may_grow(call: Call, tmp_path: Path) -> None:
+    found = call(write(tmp_path / "in", [request(1, prompt="a king", max_tokens=3)]), tmp_path / "out", "--context", -1)
+    assert found.code == 0 and found.report["output_tokens"] <= 3, found.err
+
+
 def test_more_answers_than_fit_at_once(call: Call, tmp_path: Path) -> None:
     """3,000 answers at once want some 845 MiB. Fewer at once are planned for."""
     asked = [request(i, prompt=f"a king {i}", max_tokens=1) for i in range(3000)]

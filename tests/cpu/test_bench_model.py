@@ -88,6 +88,7 @@ def test_a_plan_from_a_file(model: Path, tmp_path: Path, call: Call) -> None:
         (("nothing",), "nothing is not there"),
         (("ops", "x", "--batch", "2"), "ops takes"),
         (("ops", "x", "--trace", "t.json"), "ops takes"),
+        (("ops", "x", "--context", "-1"), "-1 names none"),
         (("model", "x"), "for `penstock bench ops CONFIG`"),
         (("model", "--rows", "1"), "for `penstock bench ops CONFIG`"),
         (("MODEL", "--output-tokens", "1"), "should be 2 or more"),

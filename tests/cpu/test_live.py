@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +173,51 @@ def test_columns() -> None:
     assert Wrapping().push("ab cdef ghijk", 10) == "ab cdef g\b\033[K\nghijk"
     assert Wrapping().push("ab cdef  ghijk", 9) == "ab cdef \nghijk"
     assert Wrapping().push("日本 日本語", 10) == "日本 日本\b\b\b\b\033[K\n日本語"
+
+
+# What terminals make of characters: some give U+FE0F's heart a second column, join families and skin tones to one
+# picture, and draw vowel signs into the letter before; others do nothing of it.
+def plainly(before: str, character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def with_pictures(before: str, character: str) -> int:
+    if before == "\u200d" or "\U0001f3fb" <= character <= "\U0001f3ff" or unicodedata.category(character) == "Mc":
+        return 0
+    return 1 if character == "\ufe0f" else plainly(before, character)
+
+
+MARKED = {
+    "hearts": "Great idea, and well done \u2764\ufe0f\u2764\ufe0f\u2764\ufe0f\u2764\ufe0f\u2764\ufe0f! We loved it. ",
+    "Hindi": "हिन्दी में लिखी हुई कहानियाँ ",
+    "Thai": "ที่นี่ มีปุ่ม อยู่ที่นั่น ",
+    "a family": "They are \U0001f468\u200d\U0001f469\u200d\U0001f467 and \U0001f44d\U0001f3fd of course. Thank you! ",
+    "accents": "une e\u0301te\u0301 tre\u0300s agre\u0301able, déjà vue ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [plainly, with_pictures])
+@pytest.mark.parametrize("text", MARKED.values(), ids=MARKED.keys())
+def test_marks_and_joiners_erase_nothing(text: str, width: Callable[[str, str], int]) -> None:
+    text *= 4
+    for columns in range(20, 62):
+        screen, wrapping = Screen(40, columns, width), Wrapping()
+        for at in range(0, len(text), 3):
+            screen.feed(wrapping.push(text[at : at + 3], columns).replace("\n", "\r\n"))
+        assert "".join("".join(screen.lines()).split()) == "".join(text.split()), columns
+
+
+def test_a_word_is_kept_no_longer_than_it_may_be_erased() -> None:
+    """Else each character of a text without spaces takes as long as the text is."""
+    wrapping = Wrapping()
+    for text in ("\u65e5" * 5000, "e" + "\u0301" * 5000):
+        wrapping.push(f"\n{text}", 40)
+        assert wrapping._word is None
+    wrapping.push(" and", 40)
+    assert wrapping._word == "and"
+    assert "\b" not in wrapping.push("\n" + "x" * 25, 40) + wrapping.push("x" * 80, 100)  # a window that is widened
 
 
 def test_nothing_where_nobody_looks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
