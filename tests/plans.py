@@ -135,11 +135,14 @@ def with_pages(plan: Plan, order: Sequence[int], p: Pass) -> Pass:
 
 
 @st.composite
-def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, **fields: int | str) -> Plan:
+def device_plans(
+    draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool = False, shares: bool = True, **fields: int | str
+) -> Plan:
     """The same beside a device: each layer's attention on either executor, each FFN unit's prefill and decode too, from
     any home that the executor can be fed from; KV on the device or in memory; either one holds the activations, and
     either one a router. `cached`: caches on the host, of layers whose experts are on the disk, or on a device that has
-    the activations, of layers whose experts are in memory, or both, one above the other."""
+    the activations, of layers whose experts are in memory, or both, one above the other. `shares`: whether the CPU may
+    take rows of prompts; not where the plan is given predictors."""
     executors, feeds = ["host", "gpu0"], {"host": ["host", "disk0"], "gpu0": ["gpu0", "host", "disk0"]}
     main = draw(st.sampled_from(executors))
     attends = [draw(st.sampled_from(executors)) for _ in spec.layers]
@@ -164,7 +167,7 @@ def device_plans(draw: st.DrawFn, spec: ModelSpec, weights: Format, cached: bool
             )
             home = main if part.kind in PINNED else draw(st.sampled_from(homes))
             units.append(Unit(part.key, lo, hi, decode if part.kind == "router" else home, decode, prefill))
-    tables = _device_rows(draw, spec, units, cached) if main == "gpu0" else ()
+    tables = _device_rows(draw, spec, units, cached) if main == "gpu0" and shares else ()
     units = [_shared_rows(unit, tables) for unit in units]
     shared = {unit.part for unit in units if unit.decode == "host"}
     tables = tuple(table for table in tables if f"{table.layer}.ffn" in shared)

@@ -108,4 +108,5 @@ def opened(shape: Shape, tasks: list[Task]) -> OpenPass | None:
             calls.append(call)
             if isinstance(op, ops.Route):
                 marks.append(Mark(len(calls), Action.GUESS if op.guesses else Action.ASK, op.layer, call))
-    return OpenPass(shape, tuple(calls), tuple(marks))
+    asked = {mark.layer for mark in marks if mark.action is Action.COMPUTE}  # other layers' experts are all in RAM
+    return OpenPass(shape, tuple(calls), tuple(mark for mark in marks if mark.layer in asked))

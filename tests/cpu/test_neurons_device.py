@@ -124,7 +124,7 @@ def test_any_placement_with_predictors(predicted: dict[tuple[str, str, float], P
     Predictors that call all neurons active change no bit of what is computed without."""
     key = data.draw(st.sampled_from(sorted(predicted)))
     packed = predicted[key]
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    plan = data.draw(device_plans(packed.spec, packed.weights, shares=False, batch_seqs=2, kv="float32"))
     homes = [data.draw(st.sampled_from(["host", plan.main])) for _ in packed.spec.layers]
     predicts = with_homes(plan, packed, homes)
     check_plan(predicts, packed.spec, packed.weights)
@@ -140,7 +140,7 @@ def test_any_placement_with_predictors_by_torch(
     predicted: dict[tuple[str, str, float], Packed], data: st.DataObject
 ) -> None:
     packed = predicted[(*data.draw(st.sampled_from(PREDICTED)), 1e6)]
-    plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2, kv="float32"))
+    plan = data.draw(device_plans(packed.spec, packed.weights, shares=False, batch_seqs=2, kv="float32"))
     plan = with_homes(plan, packed, [plan.main] * len(packed.spec.layers))
     found = run(packed, plan, device=TorchDevice(torch.device("cpu"), ROOMY, 0), exact=True, poisoned=True)
     resident = resident_plan(packed.spec, packed.weights, batch_seqs=2, kv="float32")

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from penstock import _native
 from penstock.errors import DamagedModel, StorageFailed
 from penstock.graph import ops, passes
+from penstock.graph.arenas import with_arenas
 from penstock.graph.cache import POLICIES, ExpertCache
 from penstock.graph.lower import Lowering
 from penstock.graph.open_passes import Action
@@ -157,6 +159,23 @@ def test_open_passes_do_what_their_tasks_do(neighbours: Packed, said: Said | Non
                 assert all(np.array_equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
                 assert (found.held, found.heard) == (expected.held, expected.heard)
                 assert (found.read_bytes, found.consumed) == (expected.read_bytes, expected.consumed)
+
+
+@pytest.mark.parametrize("guesses", [0, 2])
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_without_a_cache_are_not_asked(neighbours: Packed, place: int, guesses: int) -> None:
+    """One layer's experts come from the disk, the others' are in RAM."""
+    plan = caching(neighbours, ACTIVE, "lru", 1, guesses)
+    cache = plan.caches[place]
+    units = tuple(
+        replace(u, home="host") if u.home == "disk0" and u.part != f"{cache.layer}.experts" else u for u in plan.units
+    )
+    plan = with_arenas(replace(plan, units=units, caches=(cache,)))
+    found = Ran(neighbours, plan, None, True, poisoned=True)
+    expected = Ran(neighbours, plan, None, False, serial=True)
+    assert found.opened and {layer for layer, *_ in found.heard} == {cache.layer}
+    assert all(np.array_equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+    assert (found.held, found.heard, found.consumed) == (expected.held, expected.heard, expected.consumed)
 
 
 @pytest.mark.parametrize("isa", [*cpu.available(), "reference"])
