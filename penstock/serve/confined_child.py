@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.serve.vocabulary import Vocabulary
 
 _LINK = 0  # standard input: a socket, for both directions
 _LOOK_UP_MS = 5_000  # a child that waits asks so often whether its parent is still there
@@ -58,10 +57,6 @@ def answer_requests(open_: Callable[[list[Any], Callable[[Path], None]], Any], a
         left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
         _send(answer, cpu_s - left_s)
-
-
-def _open_vocabulary(arguments: list[Any], reads: Callable[[Path], None]) -> Vocabulary:
-    return Vocabulary.open(Path(arguments[0]), reads)
 
 
 def _failure(error: BaseException) -> dict[str, str]:
@@ -140,9 +135,15 @@ def _wait(event: int) -> None:
 
 def main() -> None:
     """Answers for a tokenizer and its template."""
+    # Before any limit is set. `guide_child`, and its parent through it, import this module and need no tokenizers.
+    from penstock.serve.vocabulary import Vocabulary
+
+    def open_(arguments: list[Any], reads: Callable[[Path], None]) -> Vocabulary:
+        return Vocabulary.open(Path(arguments[0]), reads)
+
     with contextlib.suppress(ConnectionError):  # the parent ended while we answered
         answer_requests(
-            _open_vocabulary,
+            open_,
             ("encode", "decode", "texts", "token_bytes", "advance", "advance_all", "chat", "check_templates"),
         )
 

@@ -105,7 +105,15 @@ def call(capsys: pytest.CaptureFixture[str], cache: Path, packed: Path) -> Call:
     return batch
 
 
-@pytest.mark.parametrize("limits", [(), ("--resident", "2MiB", "--batch", "5"), ("--kv-home", "disk", "--kv", "int8")])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (),
+        ("--resident", "2MiB", "--batch", "5"),
+        ("--kv-home", "disk", "--batch", "5"),
+        ("--kv-home", "disk", "--kv", "int8"),
+    ],
+)
 def test_every_line_has_the_answer_that_it_has_alone(
     limits: tuple[str, ...], call: Call, single: Engine, tmp_path: Path
 ) -> None:
@@ -119,8 +127,9 @@ def test_every_line_has_the_answer_that_it_has_alone(
         assert said == {line["custom_id"]: alone(single, line) for line in lines}
     sums = [answer["response"]["body"]["usage"] for answer in answers(tmp_path / "out")]
     assert sum(each["completion_tokens"] for each in sums) == report["output_tokens"]
-    # What a third of the prompts begin with was read once. Pages on a disk are nobody's but their sequence's.
-    assert (report["cached_tokens"] > 0) == ("disk" not in limits)
+    # What a third of the prompts begin with was read once. Int8 pages on a disk are shared by groups that fill whole
+    # blocks, longer than these prompts: one is gone on in only after its request has ended, as the chosen batch has it.
+    assert report["cached_tokens"] > 0 or "int8" in limits
     assert (report["bytes_moved"]["disk0"] > 0) == bool(limits) and report["predicted"]["seconds"] > 0
 
 

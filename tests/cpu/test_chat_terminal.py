@@ -86,6 +86,7 @@ def masked(lines: list[str], folder: str) -> list[str]:
     """A screen as the golden has it: what the user and penstock said, figures masked, answers as one line."""
     kept, ours = list[str](), False
     for line in lines:
+        line = re.sub(r"^> +", "> ", line)  # what is typed before readline has drawn its prompt is drawn a column later
         if line.startswith(("> ", "penstock: ")) or line == ">" or line in TURNS:
             ours = line.startswith("penstock: ")
         elif not (ours and line.startswith("  ")):  # which a note goes on with

@@ -135,8 +135,9 @@ def checkpoint(folder: Path, name: str) -> Path:
     return folder
 
 
-def counted(folder: Path) -> Profile:
-    with load(folder, context=64, prompt_tokens=64) as engine:
+def counted(folder: Path, exact: bool = False) -> Profile:
+    ask = Ask(context=64, prompt_tokens=64)
+    with closing(Engine.load(folder, ask, Loading(machine=MACHINE, exact=exact))) as engine:
         return profiling.profile_ids(engine, IDS, "text", "0" * 64)
 
 
@@ -151,10 +152,14 @@ def logits(folder: Path, sparsity: str) -> np.ndarray:
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4-neurons", "float16-neurons"])
 def test_a_model_hot_to_cold_says_the_same(tmp_path: Path, name: str, weights: str) -> None:
     """From the checkpoint, and from the packed model: the same bytes. The same logits but for the order of sums, exact
-    as off to the bit, and the same counts of who fires."""
+    as off to the bit, and the same counts of who fires.
+
+    Of neurons in int4 with exact activations: else the values of a granule's neurons are rounded to int8 by the largest
+    of them, so it matters which neurons share a granule, and later layers may count a few other tokens."""
+    rounded = weights == "int4-neurons"
     source = checkpoint(tmp_path / "hf", name)
     plain = pack(source, tmp_path / "plain", parse_format(weights))
-    seen = counted(plain)
+    seen = counted(plain, exact=rounded)
     ordered = pack(source, tmp_path / "ordered", parse_format(weights), profile=seen)
     moved = reorder(plain, tmp_path / "moved", seen)
     verify(ordered)
@@ -167,7 +172,8 @@ def test_a_model_hot_to_cold_says_the_same(tmp_path: Path, name: str, weights: s
     before, off, exact = logits(plain, "off"), logits(ordered, "off"), logits(ordered, "exact")
     np.testing.assert_array_equal(off, exact)
     assert np.abs(off - before).max() <= 1e-4 * max(1.0, float(np.abs(before).max()))
-    assert [layer.counts for layer in counted(ordered).neurons] == [layer.counts for layer in seen.neurons]
+    again = counted(ordered, exact=rounded)
+    assert [layer.counts for layer in again.neurons] == [layer.counts for layer in seen.neurons]
 
 
 @pytest.mark.parametrize("weights", ["int4", "int4-g32", "int8-g24"])
