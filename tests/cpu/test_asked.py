@@ -420,6 +420,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     plan = asking(packed, context=64)
     spec, weights = packed.spec, packed.weights
     asked = next(i for i, unit in enumerate(plan.units) if unit.asked)
+    of_five: dict[str, Any] = {"kv": (replace(plan.kv[0], seqs=(0, 5)),), "acts": (replace(plan.acts[0], seqs=(0, 5)),)}
 
     def changed(**fields: Any) -> Plan:
         units = list(plan.units)
@@ -433,7 +434,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         (replace(plan, units=tuple(replace(u, recent_slots=0 if u.asked else 1) for u in plan.units)), "slots"),
         (replace(plan, sparsity="off"), "needs sparsity exact or predict"),
         (replace(plan, order="saving"), "order overlapped"),
-        (with_arenas(replace(plan, batch_seqs=5, kv=(replace(plan.kv[0], seqs=(0, 5)),))), "at most 4"),
+        (with_arenas(replace(plan, batch_seqs=5, **of_five)), "at most 4"),
         (replace(plan, hole_bytes=-1), "hole_bytes"),
         (replace(plan, units=tuple(replace(u, asked=u.part == "0.attn") for u in plan.units)), "only FFNs on a disk"),
     ]:

@@ -342,7 +342,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         load(plain, context=64, sparsity="exact")
     folder = relu_model(tmp_path, "opt", "int4-neurons")
     plan = streaming(open_packed(folder), context=64)
-    with pytest.raises(BadRequest, match="by predictors"):
+    with pytest.raises(BadRequest, match="yet its sparsity is off"):
         load(folder, replace(plan, units=(replace(plan.units[0], active=0.5), *plan.units[1:])))
     with pytest.raises(BadRequest, match="sparsity is 'most'"):
         load(folder, replace(plan, sparsity="most"))
