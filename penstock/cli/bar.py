@@ -29,7 +29,7 @@ class Bar:
             self._drawn = True
         elif time.monotonic() - self._told_s >= _PLAIN_S:
             self._told_s = time.monotonic()
-            say(f"{self._title}: {share:.0%}, {what}, at most {format_left(left_s)} left")
+            say(f"{self._title}: {share:.0%}, {_said(what, left_s)}")
 
     def clear(self) -> None:
         if self._drawn:
@@ -49,9 +49,15 @@ def bar(title: str) -> Iterator[Bar]:
 
 def bar_line(title: str, what: str, share: float, left_s: float, columns: int) -> str:
     """`measuring this machine ━━━━━━──────  42 %  int8 products, at most 24 s left`, in so many columns at most."""
-    said = f"{share:4.0%}  {what}, at most {format_left(left_s)} left"
+    said = f"{share:4.0%}  {_said(what, left_s)}"
     width = min(24, columns - len(title) - len(said) - 2)
     if width < 4:
         return said.strip()[: max(0, columns)]
     full = round(share * width)
     return f"{title} {_FULL * full}{_EMPTY * (width - full)} {said}"
+
+
+def _said(what: str, left_s: float) -> str:
+    """`what` is empty before the first part begins."""
+    left = f"at most {format_left(left_s)} left"
+    return f"{what}, {left}" if what else left

@@ -226,7 +226,7 @@ def test_ollama_client_embeds(server: Server, expected: NDArray[np.float32]) -> 
         client.embed(model="tiny", input="a", options={"num_ctx": 10**6})
     long = {"model": "tiny", "prompt": "a " * 2000}
     status, _, cut = server.ask("POST", "/api/embeddings", long)
-    assert status == 200 and "1 texts were cut to the context of 128 tokens" in cut["note"]
+    assert status == 200 and "1 text was cut to the context of 128 tokens" in cut["note"]
     assert server.ask("POST", "/api/embeddings", {**long, "truncate": False})[0] == 400
     assert client.embed(model="tiny", input="").embeddings == []
     assert client.embeddings(model="tiny", prompt="").embedding == []

@@ -25,16 +25,15 @@ def told(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_medians_and_bars() -> None:
-    found = told(row(12, 20, 10.3, 0), row(11, 11, 9.8, 10), row(13, 11.1, 10.0, 15), row(8, 9, 20, 20, drift=0.5))
-    assert round(found["quick_decode_tokens_per_s_error_median"], 6) == 0.2
+    found = told(row(11.9, 20, 10.3, 0), row(11, 11, 9.8, 10), row(13, 11.1, 10.0, 15), row(8, 9, 20, 20, drift=0.5))
+    assert round(found["quick_decode_tokens_per_s_error_median"], 6) == 0.195
     assert round(found["learnt_decode_tokens_per_s_error_median"], 6) == 0.1 and found["learnt_settings"] == 3
     assert found["renewed_settings"] == 3 and found["renewed_left_out"] == 1
     assert round(found["renewed_decode_tokens_per_s_error_worst"], 6) == 0.03
     assert found["within"]["learnt"] is True and found["within"]["renewed"] is False  # a quarter was left out
-    assert found["within"]["quick"] is (found["quick_decode_tokens_per_s_error_median"] <= 0.2)
+    assert found["within"]["quick"] is True
 
 
 def test_where_nothing_can_be_said() -> None:
-    found = told(row(12, 12, None, 0))
-    assert found["within"] == {"quick": True, "learnt": None, "renewed": None} or found["within"]["quick"] is False
+    assert told(row(12.1, 12, None, 0))["within"] == {"quick": False, "learnt": None, "renewed": None}
     assert line(row(12, 11, None, 3)) == "quick +20%, after 3 runs +10%, renewed –"

@@ -102,7 +102,8 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
                 request.scope[SPEND](answers.tokens)
         notes = [NOT_MADE] if engine.pooling is None else []
         if cut:
-            notes.append(f"{len(cut)} texts were cut to the context of {plan.context} tokens, of up to {max(cut)}")
+            texts = "1 text was" if len(cut) == 1 else f"{len(cut)} texts were"
+            notes.append(f"{texts} cut to the context of {plan.context} tokens, of up to {max(cut)}")
         return Vectors(hold.loaded.name, found, sum(map(len, prompts)), "; ".join(notes) or None)
     finally:
         hold.end()
