@@ -68,8 +68,10 @@ def offered(given: Sequence[Any]) -> tuple[Tool, ...]:
 
 
 def _tool(given: Any) -> Tool:
-    if not isinstance(given, Mapping) or given.get("type", "function") != "function":
+    if not isinstance(given, Mapping):
         raise BadRequest("a tool should be an object with type: function")
+    if (kind := given.get("type", "function")) != "function":
+        raise BadRequest(f"a tool has the type {str(kind)[:200]!r}; it should be an object with type: function")
     function = given.get("function", given)
     if not isinstance(function, Mapping):
         raise BadRequest("a tool's function should be an object")
