@@ -24,11 +24,13 @@ Choice = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class Tool:
-    """`parameters`: a JSON schema of the arguments, which are an object."""
+    """`parameters`: a JSON schema of the arguments, which are an object. `strict`: the tool is refused where a keyword
+    of the schema cannot be held; of others such a keyword is told to the model, and no more."""
 
     name: str
     description: str
     parameters: dict[str, Any]
+    strict: bool = False
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def _tool(given: Any) -> Tool:
     parameters = json.loads(checked_schema(function.get("parameters") or _ANY_OBJECT))
     if parameters.setdefault("type", "object") != "object":
         raise BadRequest(f"the parameters of {name} should have type: object")
-    return Tool(name, description, parameters)
+    return Tool(name, description, parameters, function.get("strict") is True)
 
 
 def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, tools: Tools | None) -> tuple[

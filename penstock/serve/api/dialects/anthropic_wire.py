@@ -62,8 +62,8 @@ class Turn(Sent):
 
 
 class OfferedTool(_Block):
-    """`defer_loading`: the tool is not offered before a `tool_reference` of the conversation names it. `strict`,
-    `eager_input_streaming`: arguments follow the schema, and stream piece by piece, whatever is said here."""
+    """`defer_loading`: the tool is not offered before a `tool_reference` of the conversation names it.
+    `eager_input_streaming`: means nothing, arguments always stream piece by piece."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -166,7 +166,12 @@ class CountRequest(Sent):
         choice = self.tool_choice or ToolChoice(type="auto")
         found = self._found()
         given = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.input_schema,
+                "strict": tool.strict,
+            }
             for tool in self.tools or ()
             if not tool.defer_loading or tool.name in found
         ]
