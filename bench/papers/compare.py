@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from penstock.spec import machine as machines
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import CPU
 
 # Of all other metrics more is better.
 SMALLER_IS_BETTER = frozenset(
@@ -31,6 +32,7 @@ SPEEDS = frozenset(
 )
 MEMORY = frozenset({"device_gb", "host_gb"})
 ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
+_TIMES = "×"
 FAR_OFF = 1.5  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
 MEDIAN = (0.8, 1.25)  # what a paper's median speed ratio should be within, as its systems were built
 
@@ -53,9 +55,19 @@ Predictor = Callable[[Published, Traits], Predicted | None]
 
 @cache
 def machine_of(name: str, traits: Traits = ()) -> MachineSpec:
-    """A test bed: a machine that comes with penstock, as a system with these traits uses it."""
-    file = Path(penstock.__file__).parent / "machines" / f"{name}.json"
-    return applied(machines.loads(file.read_text(encoding="utf-8"), name), traits)
+    """A test bed: a machine that comes with penstock, as a system with these traits uses it. `name`: with `×0.7` behind
+    it the CPU and its RAM are so many times as fast."""
+    known, _, times = name.partition(_TIMES)
+    file = Path(penstock.__file__).parent / "machines" / f"{known}.json"
+    machine = machines.loads(file.read_text(encoding="utf-8"), known)
+    if times:
+        rates = (
+            replace(r, s_per_byte=r.s_per_byte / float(times), s_per_flop=r.s_per_flop / float(times))
+            if r.lane == CPU else r
+            for r in machine.rates
+        )  # fmt: skip
+        machine = replace(machine, rates=tuple(rates))
+    return applied(machine, traits)
 
 
 @cache

@@ -256,12 +256,13 @@ def _ablation(row: Published, traits: Traits) -> Traits:
     """PIPO's traits, or those of appendix C.2: its pipeline with FlexGen's transfers and kernels, then with its own
     transfers, then with its own kernels as well. The pipeline hides FlexGen's copies of what was read."""
     flexgen, pipo_own = (of_system(traits, row.paper, system) for system in ("FlexGen", "PIPO"))
+    own_but_kernels = tuple(t for t in pipo_own if not t.kind.startswith(("unpacking", "products of few rows")))
     kernels = tuple(t for t in flexgen if t.kind.startswith("unpacking"))
     transfers = tuple(t for t in flexgen if t.kind.startswith("disk reads"))
     alone, with_transfers = _PARTS_OF_PIPO
     if alone in row.setting:
-        return (*pipo_own, *kernels, *transfers)
-    return (*pipo_own, *kernels) if with_transfers in row.setting else pipo_own
+        return (*own_but_kernels, *kernels, *transfers)
+    return (*own_but_kernels, *kernels) if with_transfers in row.setting else pipo_own
 
 
 def _utilisation(row: Published, traits: Traits) -> Predicted:

@@ -304,7 +304,8 @@ def _least_token_s(setting: Setting, sparse: bool) -> float:
         there = min(nbytes, left)
         left -= there
         device_bytes, host_bytes = device_bytes + often * there, host_bytes + often * (nbytes - there)
-    return max(device_bytes / _DEVICE_PEAK[setting.machine], host_bytes / _RAM_PEAK[setting.machine])
+    known = setting.machine.partition("×")[0]
+    return max(device_bytes / _DEVICE_PEAK[known], host_bytes / _RAM_PEAK[known])
 
 
 def _profile(setting: Setting) -> NeuronProfile:
