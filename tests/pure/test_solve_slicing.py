@@ -297,4 +297,3 @@ def test_rows_of_models_with_experts() -> None:
     assert len(figures) == 6
     found = predicted(next(f for f in figures if "V-E3" in f.table), ())
     assert 1 < found.value < 1.5 and "a dense FFN of those that a token goes to" in found.note
-
