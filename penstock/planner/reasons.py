@@ -85,6 +85,16 @@ def shared_pages(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def chosen_values(plan: Plan) -> tuple[str, ...]:
+    """Sentences about attention to the best positions alone, where there is."""
+    if plan.value_share == 1:
+        return ()
+    return (
+        f"a query reads all keys, and the values of its best {plan.value_share:.3g} of the positions alone",
+        "this is lossy (top-k): `penstock eval` prices it",
+    )
+
+
 _ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
