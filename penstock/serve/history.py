@@ -91,8 +91,9 @@ class Phase:
 class Run:
     """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
     their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, what share of values
-    attention reads if not all, and whether records are asked for; runs of versions that did not keep it count as off. `at_s`: when it ended, in seconds since 1970; 0
-    for versions that did not keep it. `elsewhere`: the model lay on another disk than the one that was measured."""
+    attention reads if not all, and whether records are asked for; runs of versions that did not keep it count as off.
+    `at_s`: when it ended, in seconds since 1970; 0 for versions that did not keep it. `elsewhere`: the model lay on
+    another disk than the one that was measured."""
 
     figures: str
     plan: str
