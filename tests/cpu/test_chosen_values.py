@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest
+from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.check_plan import check_plan
 from penstock.graph.ops import attend_cost
@@ -126,7 +127,7 @@ def test_text_does_not_depend_on_where_work_is_cut(packed: Packed) -> None:
     full, chosen = said(packed), said(packed, attention="top-k:0.1")
     assert said(packed, attention="top-k:1") == full != chosen
     for rows in (1, 7, 64):
-        plan = streaming(packed, chunk_rows=rows, context=128, value_share=0.1)
+        plan = with_arenas(replace(streaming(packed, chunk_rows=rows, context=128), value_share=0.1))
         check_plan(plan, packed.spec, packed.weights)
         assert said(packed, plan) == chosen
     with load(packed.folder, context=128, batch=2, attention="top-k:0.1") as engine:
