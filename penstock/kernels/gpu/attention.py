@@ -259,7 +259,7 @@ def _attend_to_best(
                 scores.div_(a.softcap).tanh_().mul_(a.softcap)
             spoilt = (scores.isnan() & near).any(-1, keepdim=True)
             scores.masked_fill_(~near, -torch.inf)
-            best, at = scores.sort(-1, descending=True, stable=True)
+            best, at = torch.sort(scores, dim=-1, descending=True, stable=True)
             best, at = best[..., :most], at[..., :most]  # [T, G, most]
             best = best.masked_fill(torch.arange(most, device=q.device) >= wanted, -torch.inf)
             peak = best.amax(-1, keepdim=True)
