@@ -12,7 +12,7 @@ import numpy as np
 from penstock.planner.pass_times import PassTimes
 from penstock.planner.predict import Prediction
 from penstock.serve.batch.survey import Todo
-from penstock.serve.foretold import Clock
+from penstock.serve.foretold import VirtualClock
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler, all_rows
 from penstock.spec.ask import Ask
@@ -80,7 +80,7 @@ def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -
         return np.concatenate([known, np.full(count - len(known), -1 - request, np.int32)])
 
     scheduler = Scheduler(plan, all_rows(plan), 1 << 60, ids, mixed="prefill")
-    clock, coming = Clock(scheduler, times, {}), _requests(todo)
+    clock, coming = VirtualClock(scheduler, times, {}), _requests(todo)
     total_rows, done_rows, number = sum(map(_rows, todo)), 0, 0
     ends, more = array("d"), True
     for _ in range(_MOST_PASSES):
