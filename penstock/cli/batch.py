@@ -137,7 +137,7 @@ def batch(
             note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(foretold.seconds)}")
             try:
                 with progress() as tell:
-                    shown = _Shown(tell, found.answers)
+                    shown = _ShownBatch(tell, found.answers)
                     done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
             except KeyboardInterrupt:
                 left = len(lines) - len(journal.done)
@@ -179,7 +179,7 @@ def _beside(found: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
     return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(lines) + guide, "guide_bytes": guide}
 
 
-class _Shown:
+class _ShownBatch:
     """Shows how far a batch is. `answers`: of the whole."""
 
     def __init__(self, tell: Progress, answers: int) -> None:

@@ -21,7 +21,7 @@ from penstock.graph.tasks import Pass, Slot, Task
 from penstock.spec.places import Executor, lane_between
 
 
-class Attention:
+class AttentionBlocks:
     """The calls of attention blocks. The lowering says which unit, layer and executor come next."""
 
     def __init__(self, calls: Calls, streams: Streams) -> None:

@@ -181,6 +181,14 @@ def solve(
     if chosen is not rivals[0]:
         tasks = {} if keep else None
         prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
+    if problem.has_device and not problem.spec.is_routed:
+        from penstock.planner.solve.scheinfer.rows import with_short_prompts
+
+        plan, told = with_short_prompts(problem, plan)
+        reasons += told
+        if (ask.prompt_tokens - 1) % plan.chunk_rows + 1 < plan.least_device_rows:  # rows of the last chunk
+            tasks = {} if keep else None
+            prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()

@@ -13,7 +13,7 @@ from penstock.planner.pass_times import PassTimes
 from penstock.planner.predict import Prediction
 from penstock.runtime.host import Progress
 from penstock.serve.batch.survey import Todo
-from penstock.serve.foretold import Clock
+from penstock.serve.foretold import VirtualClock
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler, all_rows
 from penstock.spec.ask import Ask
@@ -88,7 +88,7 @@ def in_passes(
         return np.concatenate([known, np.full(count - len(known), -1 - request, np.int32)])
 
     scheduler = Scheduler(plan, all_rows(plan), 1 << 60, ids, mixed="prefill")
-    clock, coming = Clock(scheduler, times, {}), _requests(todo)
+    clock, coming = VirtualClock(scheduler, times, {}), _requests(todo)
     total_rows, done_rows, number = sum(map(_rows, todo)), 0, 0
     ends, more, answers = array("d"), True, sum(each.answers for each in todo)
     for number_of_pass in range(_MOST_PASSES):
