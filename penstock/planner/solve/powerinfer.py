@@ -32,7 +32,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import hot_and_cold
 from penstock.planner.programs import neurons as ilp
 from penstock.planner.programs import placement
-from penstock.planner.programs.neuron_choice import Choose, Chosen, by_program, by_seconds, drawn, hottest
+from penstock.planner.programs.neuron_choice import Choose, ChosenNeurons, by_program, by_seconds, drawn, hottest
 from penstock.planner.shares import Resident, all_of
 from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
@@ -124,7 +124,7 @@ def rates_of(problem: Problem) -> list[placement.Rates]:
     return [of(part) for part in problem.of_kind("ffn")]
 
 
-def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple[Plan, Chosen] | None:
+def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple[Plan, ChosenNeurons] | None:
     """The plan that fills device memory in the order of the module's docstring, and its placement of neurons. None if
     nothing fits, or if the program has no answer in time."""
     problem, limit = skeleton.problem, skeleton.problem.device_bytes
@@ -143,7 +143,7 @@ def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple
     with_even = planned(attention, predictors, even).tier_bytes()
     spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
 
-    def placed(budget: int) -> tuple[Plan, Chosen] | None:
+    def placed(budget: int) -> tuple[Plan, ChosenNeurons] | None:
         found = choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
         if found is None:
             return None
