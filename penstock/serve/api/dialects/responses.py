@@ -43,7 +43,7 @@ class ResponseForm:
         return self._response(answer, used, _items(read, answer.finish_reason == "length", self.spaces))
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        events = _Events(self.spaces)
+        events = _ResponseEvents(self.spaces)
         begun = {**self._head("in_progress"), "output": [], "usage": None}
         yield events.event("response.created", response=begun)
         yield events.event("response.in_progress", response=begun)
@@ -77,7 +77,7 @@ class ResponseForm:
         return {**response, "incomplete_details": {"reason": "max_output_tokens"}} if cut else response
 
 
-class _Events:
+class _ResponseEvents:
     """The events of a streamed response. `items`: those that are whole. One at a time is open."""
 
     def __init__(self, spaces: Mapping[str, tuple[str, str]]) -> None:

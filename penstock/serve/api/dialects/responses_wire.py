@@ -87,7 +87,7 @@ class TextConfig(Sent):
     verbosity: str | None = None
 
 
-class NamedFunction(Sent):
+class NamedResponseFunction(Sent):
     type: Literal["function"]
     name: str
 
@@ -124,7 +124,7 @@ class ResponsesRequest(Sent):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     store: bool | None = None
@@ -188,7 +188,7 @@ class ResponsesRequest(Sent):
         tools = Tools(offered([*alone, *inside]), parallel=self.parallel_tool_calls is not False)
         if not self.tools or self.tool_choice == "none":
             return None
-        if isinstance(self.tool_choice, NamedFunction):
+        if isinstance(self.tool_choice, NamedResponseFunction):
             return tools.only(self.tool_choice.name)
         return replace(tools, choice="required") if self.tool_choice == "required" else tools
 
