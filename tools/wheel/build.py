@@ -47,6 +47,8 @@ def build(machine: str, python: Python) -> Path:
         # Descriptors of thread-local variables lose vector registers in the x86-64 loaders of glibc before 2.40.
         "NB_HAS_MTLS_GNU2": "OFF",
     }
+    if ccache := shutil.which("ccache"):  # both wheels for a processor have the same kernels, nearly all of the work
+        defines["CMAKE_CXX_COMPILER_LAUNCHER"] = ccache
     settings = [f"cmake.define.{name}={value}" for name, value in defines.items()]
     settings += [f"build-dir={folder}", f"wheel.tags={tag}-linux_{machine}"]
     settings += ["wheel.py-api=cp312"] if python.stable else []
