@@ -101,10 +101,10 @@ def bench(
         ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
             source = packed_model(target, weights, machine, cache_limit)
-            from penstock.serve.bench import Wanted
+            from penstock.serve.bench import WantedRun
             from penstock.serve.bench import bench as measure
 
-            wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
+            wanted = WantedRun(work.prompt_tokens, work.output_tokens, repeats, seconds)
             with loaded(source, ask, machine, plan, record, family=family) as engine, progress() as tell:
                 result = measure(engine, wanted, machine.usable_threads, tell)
             print(table(result))

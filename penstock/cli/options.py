@@ -142,6 +142,13 @@ class Work:
         " for which small activations are zeros (lossy, see profile --below). auto is exact for models with ReLU.",
         "auto",
     )
+    attention: str = flag(
+        "--attention",
+        "MODE",
+        "full, or top-k:SHARE: of the positions that a query sees, those with the best scores alone count, and no other"
+        " values are read (lossy). KV lies in memory then, where attention runs.",
+        "full",
+    )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)
     prompt_tokens: int | None = flag(
         "--prompt-tokens", "N", "Expected prompt length; default 64 or the prompt's.", min=1
@@ -180,6 +187,7 @@ class Work:
             kv=self.kv,
             kv_home=self.kv_home,
             sparsity=self.sparsity,
+            attention=self.attention,
             use_device=machine.device in ("cuda", "emulated"),
         )
 
@@ -253,7 +261,7 @@ def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
-    flags |= {"--sparsity": work.sparsity != "auto"}
+    flags |= {"--sparsity": work.sparsity != "auto", "--attention": work.attention != "full"}
     flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWork) else {}
     if any(flags.values()):
         raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")
