@@ -92,7 +92,7 @@ class TextConfig(Sent):
     verbosity: str | None = None
 
 
-class NamedFunction(Sent):
+class NamedResponseFunction(Sent):
     type: Literal["function"]
     name: str
 
@@ -109,7 +109,7 @@ class ResponsesRequest(Sent):
     top_p: float | None = Field(default=None, gt=0, le=1)
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     store: bool | None = None
@@ -154,7 +154,7 @@ class ResponsesRequest(Sent):
         tools = Tools(offered(self.tools or ()), parallel=self.parallel_tool_calls is not False)
         if not self.tools or self.tool_choice == "none":
             return None
-        if isinstance(self.tool_choice, NamedFunction):
+        if isinstance(self.tool_choice, NamedResponseFunction):
             return tools.only(self.tool_choice.name)
         return replace(tools, choice="required") if self.tool_choice == "required" else tools
 
@@ -220,7 +220,7 @@ class ResponseForm:
         return self._response(answer, used, _items(read, answer.finish_reason == "length"))
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        events = _Events()
+        events = _ResponseEvents()
         begun = {**self._head("in_progress"), "output": [], "usage": None}
         yield events.event("response.created", response=begun)
         yield events.event("response.in_progress", response=begun)
@@ -254,7 +254,7 @@ class ResponseForm:
         return {**response, "incomplete_details": {"reason": "max_output_tokens"}} if cut else response
 
 
-class _Events:
+class _ResponseEvents:
     """The events of a streamed response. `items`: those that are whole. One at a time is open."""
 
     def __init__(self) -> None:
