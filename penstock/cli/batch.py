@@ -161,6 +161,7 @@ def _loading(machine: Machine, beside: dict[str, Any], source: Source) -> Loadin
     from penstock.serve.loading import Loading
 
     how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
+    how["kernels"] = machine.isa
     beside = {**beside, "beside_bytes": beside["beside_bytes"] + source.beside_bytes}
     return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
 

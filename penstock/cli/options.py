@@ -79,6 +79,9 @@ class Machine:
         "--resident", "SIZE", "At most so many bytes of weights stay in memory; the rest streams."
     )
     threads: int | None = flag("--threads", "N", "CPU threads; default and at most: all CPUs allowed.", min=1, max=4096)
+    isa: str | None = flag(
+        "--isa", "NAME", "CPU kernels of this family, such as avx2; default the best that the processor has."
+    )
     exact: bool = flag(
         "--exact", None, "Multiply quantised weights with float32 activations, not with int8 ones.", False
     )
@@ -88,10 +91,16 @@ class Machine:
     cache: str | None = flag("--cache", "DIR", _CACHE_HELP)
 
     def prepare(self) -> None:
-        """Checks --device, notes where --threads is more than there can be, and keeps numpy from starting threads. Must
-        be called before anything imports numpy. Raises BadRequest."""
+        """Checks --device and --isa, notes where --threads is more than there can be, and keeps numpy from starting
+        threads. Must be called before anything imports numpy. Raises BadRequest."""
         check_device(self.device)
         quiet_blas()
+        if self.isa is not None:
+            from penstock.kernels.cpu import available
+
+            if self.isa not in available():
+                raise BadRequest(f"--isa {self.isa}: this processor and build have {', '.join(available())}")
+            note(f"{self.isa} kernels: asked for, of {', '.join(available())} here")
         if self.threads is not None and self.threads != self.usable_threads:
             note(f"--threads {self.threads}: this process may use {self.usable_threads} CPUs and has as many threads")
 

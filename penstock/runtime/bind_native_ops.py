@@ -42,7 +42,7 @@ class Native(NamedTuple):
 def native(isa: str | None, threads: int, exact: bool) -> Native:
     """The kernels of this instruction set; None: of the best one of this processor. Raises ValueError for one that
     this processor has not."""
-    chosen, reason = cpu.best_isa() if isa is None else (isa, f"{isa} kernels: asked for")
+    chosen, reason = cpu.chosen_isa(isa)
     return Native(_native.Compute(chosen, threads), exact, reason)
 
 

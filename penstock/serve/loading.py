@@ -138,8 +138,9 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         require_minimum(settled, packed.spec, packed.weights, process_bytes, ask.host_memory_bytes, firing)
     machine, file = how.machine, None
     if machine is None:
-        machine = load_or_probe(how.cache_folder, on_progress, kind=packed.weights.kind)
-        file = machine_file(how.cache_folder)
+        isa = how.kernels if how.kernels != "reference" else None
+        machine = load_or_probe(how.cache_folder, on_progress, kind=packed.weights.kind, isa=isa)
+        file = machine_file(how.cache_folder, isa)
     chosen = how.device
     if isinstance(chosen, str):
         chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)

@@ -46,6 +46,7 @@ class LaneTask:
         return self._span_s
 
     def wait(self) -> None:
+        """Waits until the task is done. Raises what it raised."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
