@@ -41,13 +41,13 @@ def probe(
     from penstock.spec import machine as machines
 
     folder, told = machine.cache_folder, list[str]()
-    file = machine_file(folder)
+    file = machine_file(folder, machine.isa)
     if again:
         for each in (file, begun_file(file)):
             each.unlink(missing_ok=True)
     try:
         with bar("measuring this machine") as drawn:
-            figures = load_or_probe(folder, whole=True, on_part=drawn.show, tell=told.append)
+            figures = load_or_probe(folder, whole=True, on_part=drawn.show, tell=told.append, isa=machine.isa)
     except KeyboardInterrupt:
         if begun_file(file).exists():
             note("what was measured is kept: `penstock probe` goes on with the rest")

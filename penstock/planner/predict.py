@@ -202,6 +202,11 @@ def lowered(plan: Plan, ask: Ask, spread: bool = True, trace: RouterTrace | None
     yield from _repeated(lowering, step, replay)
 
 
+def reads_short(plan: Plan, ask: Ask) -> bool:
+    """Whether a pass that reads prompts of the ask has fewer rows than the plan's break-even length."""
+    return any(p.purpose != "prefill" for p, _ in _wanted(plan, ask)[1])
+
+
 def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int]], Pass]:
     """(sequences, passes that read the prompts with how many each stands for, a decode pass half-way through the
     output)."""

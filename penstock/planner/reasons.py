@@ -92,6 +92,7 @@ def chosen_values(plan: Plan) -> tuple[str, ...]:
     return (
         f"a query reads all keys, and the values of its best {plan.value_share:.3g} of the positions alone",
         "this is lossy (top-k): `penstock eval` prices it",
+        "its time is foretold as native kernels' would be, which are not there yet: attention takes longer",
     )
 
 
@@ -119,7 +120,7 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
         if computed["lifted"]:
             told.append(lifts)
         if prompts and computed["by the CPU"]:
-            told.append("where a prompt is read, the device computes the CPU's share of FFNs too")
+            told.append("where prompts of many tokens are read, the device computes the CPU's share of FFNs too")
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
     told.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
     return tuple(told)

@@ -180,3 +180,35 @@ def test_what_codex_may_not_ask(tools: list[dict[str, Any]], says: str) -> None:
     body = ResponsesRequest.model_validate(codex(tools=tools))
     with pytest.raises(BadRequest, match=says):
         body.callable()
+
+
+def test_a_small_body_cannot_ask_for_large_tools() -> None:
+    """A namespace's description stands behind each of its functions: thousands of short ones would be gigabytes."""
+    many = [{"type": "function", "name": f"f{i}"} for i in range(5000)]
+    for tools in (many, many[:100]):
+        space = {"type": "namespace", "name": "a", "description": "x" * 100_000, "tools": tools}
+        body = ResponsesRequest.model_validate(codex(tools=[space]))
+        for ask in (lambda body=body: body.spaces, body.callable):  # type: ignore[misc]
+            with pytest.raises(BadRequest, match="functions in namespaces"):
+                ask()
+
+
+def test_a_function_of_a_namespace_stays_in_it() -> None:
+    hidden = {"type": "function", "name": "x", "function": {"name": "y", "parameters": NO_ARGUMENTS}}
+    body = ResponsesRequest.model_validate(codex(tools=[{"type": "namespace", "name": "a", "tools": [hidden]}]))
+    with pytest.raises(BadRequest, match="a name beside its type"):
+        body.callable()
+
+
+def test_a_choice_may_name_a_namespace() -> None:
+    chosen = {"type": "function", "name": "spawn_agent", "namespace": "agents"}
+    tools = ResponsesRequest.model_validate(codex(tool_choice=chosen)).callable()
+    assert tools is not None and [tool.name for tool in tools.offered] == ["agents.spawn_agent"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Later"}])
+def test_a_call_that_is_required_is_not_dropped(choice: dict[str, Any]) -> None:
+    deferred = claude_code()["tools"][1:]
+    body = MessagesRequest.model_validate(claude_code(tools=deferred, tool_choice=choice))
+    with pytest.raises(BadRequest, match="all tools are deferred"):
+        body.callable()

@@ -15,7 +15,7 @@ from penstock.planner.bound import least_score_s
 from penstock.planner.candidate import WHOLE, Candidate, Compared
 from penstock.planner.firing import Firing, check_sparsity
 from penstock.planner.firing import reason as firing_reason
-from penstock.planner.predict import Prediction
+from penstock.planner.predict import Prediction, reads_short
 from penstock.planner.ranking import ranked, settles
 from penstock.planner.reads import on_disks, with_reads
 from penstock.planner.reasons import chosen_values, shared_pages
@@ -186,7 +186,7 @@ def solve(
 
         plan, told = with_short_prompts(problem, plan)
         reasons += told
-        if (ask.prompt_tokens - 1) % plan.chunk_rows + 1 < plan.least_device_rows:  # rows of the last chunk
+        if told and reads_short(plan, ask):
             tasks = {} if keep else None
             prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.

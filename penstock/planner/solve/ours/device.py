@@ -55,7 +55,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def minimum_bytes(problem: Problem) -> int:
     """The bytes of device memory that the smallest plan takes. In it everything crosses the link."""
     whole = smallest(problem)
-    splits = (whole, replace(whole, kv_home=HOST), replace(whole, attention_layers=0))
+    crossing = [] if problem.ask.value_share < 1 else [replace(whole, kv_home=HOST)]
+    splits = [whole, *crossing, replace(whole, attention_layers=0)]
     return min(split.plan({}, {}).tier_bytes()[GPU.executor] for split in splits)
 
 
@@ -122,6 +123,8 @@ def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
         if not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
             fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
     fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
+    if problem.ask.value_share < 1:  # whole pages would cross, of which few values are wanted
+        fitting = [mode for mode in fitting if mode[1] == GPU.executor or mode[2]]
     return fitting
 
 

@@ -43,10 +43,10 @@ def with_short_prompts(problem: Problem, plan: Plan) -> tuple[Plan, tuple[str, .
     Asked of the chosen plan alone: asked of each of ten candidates, it took a third of all planning."""
     known = plan.device_rows or plan.asks or plan.predictors or plan.batches_per_pass > 1
     settled = None if known else with_rows(problem, plan, share=False)
-    if settled is None:
+    if settled is None or settled.least_device_rows <= 1:  # then no pass would be the CPU's
         return plan, ()
     least = settled.least_device_rows
-    return settled, (f"prompts shorter than {least} tokens leave the CPU's share of FFNs to the CPU: that is faster",)
+    return settled, (f"passes with fewer than {least} rows of prompts leave the CPU's share of FFNs to the CPU",)
 
 
 def best_rows(work: LayerWork, sliced: Sliced, step: PassSize) -> int:

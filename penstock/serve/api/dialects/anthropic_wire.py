@@ -175,6 +175,8 @@ class CountRequest(Sent):
             for tool in self.tools or ()
             if not tool.defer_loading or tool.name in found
         ]
+        if self.tools and not given and choice.type in ("any", "tool"):
+            raise BadRequest(f"tool_choice is {choice.type}, but all tools are deferred and none was referred to")
         if not given or choice.type == "none":
             return None
         tools = Tools(offered(given), parallel=not choice.disable_parallel_tool_use)

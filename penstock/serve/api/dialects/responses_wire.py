@@ -13,7 +13,7 @@ from penstock.errors import BadRequest
 from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, TEXT_ALONE, Sent, what_is_wrong
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
-from penstock.serve.tools.asked import Tools, offered
+from penstock.serve.tools.asked import MAX_TOOLS, MAX_TOOLS_BYTES, Tools, offered
 
 
 class _Given(BaseModel):
@@ -90,6 +90,12 @@ class TextConfig(Sent):
 class NamedResponseFunction(Sent):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+
+    @property
+    def said(self) -> str:
+        """As the model says it."""
+        return _joined(self.namespace, self.name) if self.namespace else self.name
 
 
 class Namespace(Sent):
@@ -100,12 +106,17 @@ class Namespace(Sent):
     description: str | None = None
     tools: list[dict[str, Any]]
 
+    def names(self) -> list[str]:
+        """Of the functions, inside the namespace. Raises BadRequest."""
+        for tool in self.tools:
+            if not isinstance(tool.get("name"), str) or "function" in tool:
+                raise BadRequest(f"a tool of the namespace {self.name[:200]} should have a name beside its type")
+        return [tool["name"] for tool in self.tools]
+
     def functions(self) -> list[dict[str, Any]]:
         """They, each with both names, and behind what it does what the namespace is for. Raises BadRequest."""
         found = []
-        for tool in self.tools:
-            if not isinstance(name := tool.get("name"), str):
-                raise BadRequest(f"a tool of the namespace {self.name[:200]} should have a name")
+        for tool, name in zip(self.tools, self.names(), strict=True):
             about = tool.get("description") or ""
             both = f"{about}\n\n{self.description}" if self.description and isinstance(about, str) else about
             found.append({**tool, "name": _joined(self.name, name), "description": both})
@@ -168,18 +179,23 @@ class ResponsesRequest(Sent):
     def _namespaces(self) -> list[Namespace]:
         """Those of the tools that are namespaces. Raises BadRequest."""
         try:
-            return [Namespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
+            found = [Namespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
         except ValidationError as error:
             raise BadRequest(f"tools: {what_is_wrong(error.errors())[0]}") from None
+        # Before a description is written behind each tool's: a small body could name thousands of them.
+        count = sum(len(space.tools) for space in found)
+        nbytes = sum(len(space.tools) * len(space.description or "") for space in found)
+        if count > MAX_TOOLS or nbytes > MAX_TOOLS_BYTES:
+            raise BadRequest(
+                f"tools has {count} functions in namespaces, whose descriptions take {nbytes} bytes; it may have"
+                f" {MAX_TOOLS} and {MAX_TOOLS_BYTES}"
+            )
+        return found
 
     @property
     def spaces(self) -> dict[str, tuple[str, str]]:
         """A function as the model says it → (its namespace, its name there). Raises BadRequest."""
-        return {
-            function["name"]: (space.name, function["name"].removeprefix(_joined(space.name, "")))
-            for space in self._namespaces()
-            for function in space.functions()
-        }
+        return {_joined(space.name, name): (space.name, name) for space in self._namespaces() for name in space.names()}
 
     def callable(self) -> Tools | None:
         """The functions that the answer may call. Raises BadRequest."""
@@ -189,7 +205,7 @@ class ResponsesRequest(Sent):
         if not self.tools or self.tool_choice == "none":
             return None
         if isinstance(self.tool_choice, NamedResponseFunction):
-            return tools.only(self.tool_choice.name)
+            return tools.only(self.tool_choice.said)
         return replace(tools, choice="required") if self.tool_choice == "required" else tools
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
