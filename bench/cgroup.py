@@ -49,6 +49,32 @@ def limited(limit_bytes: int) -> Iterator[Cgroup]:
         yield Cgroup(folder)
 
 
+@contextmanager
+def slowed(process_id: int, share: float) -> Iterator[bool]:
+    """A process, and those that it starts from now on, within a share of one processor. Yields False where that cannot
+    be had: it needs root, and a hierarchy of its own for processors (cgroups v1)."""
+    folder = Path(f"/sys/fs/cgroup/cpu/penstock-bench-{os.getpid()}")
+    try:
+        folder.mkdir()
+        period_us = int((folder / "cpu.cfs_period_us").read_text())
+        (folder / "cpu.cfs_quota_us").write_text(str(int(share * period_us)))
+        (folder / "cgroup.procs").write_text(str(process_id))
+    except OSError:
+        with suppress(OSError):
+            folder.rmdir()
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):  # its processes may have ended
+            (folder / "cpu.cfs_quota_us").write_text("-1")
+        for each in (folder / "cgroup.procs").read_text().split():
+            with suppress(OSError):
+                (folder.parent / "cgroup.procs").write_text(each)
+        folder.rmdir()
+
+
 def whole_pages(nbytes: int) -> int:
     """What the kernel makes of a limit."""
     return nbytes // _PAGE_BYTES * _PAGE_BYTES

@@ -2,7 +2,11 @@
 
 Each turn's prompt is all that was said, and some new tokens. Its first token should take as long in turn 20 as in turn
 2, for only what is new goes through the model, and the last answer should be that of the same prompt from scratch. Each
-turn's figure is the median of some rounds. The last line is one JSON object.
+turn's figure is the median of some rounds.
+
+The new tokens attend to all positions before them, so the last turn computes more than the second one does. What that
+takes at the least, by the float32 peak of this minute, is told beside: `attention_s` (scores and sums of values, two
+operations each for a position and a number of a query). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.spec.model import ModelSpec
 from penstock.store.synth import synth
 
 TURNS, NEW, ANSWER, CONTEXT = 20, 40, 24, 2048
@@ -48,6 +53,14 @@ def chat(engine: Engine, seed: int) -> tuple[list[float], list[int], bool]:
     return first_s, beyond, engine.generate([prompt], params)[0].token_ids == answer
 
 
+def attention_flops(spec: ModelSpec, turn: int) -> int:
+    """Operations of attention before the first token of a turn, counted from 1: its new tokens, and the last one of the
+    answer before, attend to what was said so far."""
+    before = (turn - 1) * (NEW + ANSWER)
+    attended = sum(position + 1 for position in range(max(0, before - 1), before + NEW))
+    return sum(4 * layer.attention.heads * layer.attention.head_dim * attended for layer in spec.layers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
@@ -63,6 +76,7 @@ def main() -> None:
         try:
             chat(engine, 99)  # caches and threads come up
             rounds = [chat(engine, seed) for seed in range(wanted.rounds)]
+            flops = [attention_flops(engine.plan.target.spec, turn) for turn in (2, TURNS)]
         finally:
             engine.close()
         after = ceilings_apart(usable_cpus(), None)
@@ -72,6 +86,8 @@ def main() -> None:
     for turn, seconds in enumerate(turns_s, start=1):
         print(f"turn {turn:2}: first token {1e3 * seconds:6.1f} ms", file=sys.stderr)
     off = max(abs(seconds / middle - 1) for seconds in later)
+    peak = max(before.float32_flops_per_s, after.float32_flops_per_s)
+    attention_s = [each / peak for each in flops]
     print(
         json.dumps(
             {
@@ -79,6 +95,8 @@ def main() -> None:
                 "rounds": wanted.rounds,
                 "first_token_s": turns_s,
                 "last_to_second": later[-1] / later[0],
+                "attention_s": attention_s,  # of the second turn and of the last, at the peak
+                "last_to_second_at_least": 1 + (attention_s[1] - attention_s[0]) / later[0],
                 "worst_off_median": off,
                 "flat": off <= FLAT,
                 "tokens_beyond_the_new": max(count for _, beyond, _ in rounds for count in beyond),

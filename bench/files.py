@@ -2,10 +2,11 @@
 
 gpt-oss-20b's shape in MXFP4: decode and prefill in RAM, decode within 8 GB (`bench.files_mxfp4`).
 Of an 8B shape with random blocks, in the mixtures Q4_K_M and Q4_0 of llama.cpp's quantiser: packing beside the disk's
-rate, from the command to the first word, decode and prefill in RAM, decode within a memory cgroup. Of the bundled
-model, quantised by llama.cpp itself: perplexity, greedy agreement and KL divergence. Engines take turns, ceilings are
-measured between the turns, and quotients are medians of what each round gives. A figure that could not be measured is
-null, with a reason. The last line is one JSON object.
+rate, from the command to the first word, decode and prefill in RAM, decode within a memory cgroup. Of the trained
+models at hand, quantised by llama.cpp itself: perplexity, greedy agreement and KL divergence. Engines take turns,
+ceilings are measured between the turns, and quotients are medians of what each round gives. A figure that could not be
+measured is null, with a reason. With --results parts of it, by --mixes and --only, give one line together. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from bench.cpu import Ceilings as RamCeilings
 from bench.cpu import spread
 from bench.files_mxfp4 import Mxfp4
 from bench.files_mxfp4 import measure as measure_mxfp4
+from bench.files_parts import Parts
 from bench.files_quality import TEXT, compare
 from bench.files_start import Start
 from bench.offload import Setting
@@ -43,6 +46,8 @@ BARS = {
     "decode_vs_llamacpp": 1.0, "prefill_vs_llamacpp": 1.5, "offload_vs_llamacpp": 3.0, "offload_share_of_bound": 0.88,
     "second_run_vs_allowed": 1.0, "agreement": 0.98, "kl": 0.002,
 }  # fmt: skip
+
+ALWAYS = ("decode_vs_llamacpp", "prefill_vs_llamacpp", "offload_vs_llamacpp", "perplexity_ratio")
 
 Figures = dict[str, Any]
 
@@ -135,40 +140,41 @@ def within(engines: FileEngines, gb: float, rounds: int) -> Figures:
     }
 
 
-def measure(engines: FileEngines, wanted: argparse.Namespace) -> Figures:
-    """What is asked for of one mixture."""
+def sections(engines: FileEngines, wanted: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    """What is asked for of one mixture, by section. What a section needs is there when it is given."""
     engines.write_file()
-    engines.probe()
     start = Start(engines.gguf, engines.cache)
-    found: Figures = {"file_bytes": engines.gguf.stat().st_size}
-    if "start" in wanted.only:
-        found |= start.measure(wanted.rounds)
-    if {"ram", "offload"} & set(wanted.only):
+    if wanted.prepare or {"ram", "offload"} & set(wanted.only):
         if not engines.packed(engines.mix).exists():
             start.pack_into(engines.packed(engines.mix))
-    if "ram" in wanted.only:
-        found |= in_ram(engines, wanted.rounds)
-    if "offload" in wanted.only:
-        found |= within(engines, wanted.limit_gb, wanted.rounds)
+    if not wanted.prepare:
+        engines.probe()
+        size = {"file_bytes": engines.gguf.stat().st_size}
+        if "start" in wanted.only:
+            yield "start", lambda: size | start.measure(wanted.rounds)
+            start.clear()
+        if "ram" in wanted.only:
+            yield "ram", lambda: size | in_ram(engines, wanted.rounds)
+        if "offload" in wanted.only:
+            yield "offload", lambda: size | within(engines, wanted.limit_gb, wanted.rounds)
     if not wanted.keep:
         shutil.rmtree(engines.packed(engines.mix), ignore_errors=True)
         engines.gguf.unlink()
-    start.clear()
-    return found
 
 
-def of_mxfp4(folder: Path, wanted: argparse.Namespace) -> Figures:
-    """gpt-oss-20b's shape as it is published."""
-    names = ("decode_vs_llamacpp", "prefill_vs_llamacpp", "offload_vs_llamacpp", "perplexity_ratio")
-    figures: Figures = dict.fromkeys(names)
-    sections = tuple(name for name in ("ram", "offload") if name in wanted.only)
-    if MXFP4 not in wanted.mixes or not sections:
-        return figures | {"reason": "not asked for"}
+def sections_of_mxfp4(folder: Path, wanted: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    """Of gpt-oss-20b's shape as it is published."""
+    asked = [name for name in ("ram", "offload") if name in wanted.only]
+    if not asked:
+        return
     bench = Mxfp4(folder, wanted.mxfp4_layers)
-    figures |= measure_mxfp4(bench, wanted.rounds, sections)
+    bench.make()
+    if not wanted.prepare:
+        bench.probe()
+        for name in asked:
+            yield name, lambda name=name: measure_mxfp4(bench, wanted.rounds, name)  # type: ignore[misc]
     if not wanted.keep:
         bench.remove()
-    return figures | {"perplexity_reason": "no trained model of the type is at hand"}
 
 
 def _told(figures: Figures) -> str:
@@ -189,18 +195,31 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", type=Path, default=TEXT, help="that perplexity is of")
     parser.add_argument("--characters", type=int, default=200_000, help="of the text")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE.json", help="keep parts here, and tell all that are there"
+    )
+    parser.add_argument("--prepare", action="store_true", help="write and pack the files in --folder, measure nothing")
     wanted = parser.parse_args()
+    if wanted.prepare and not (wanted.folder and wanted.keep):
+        parser.error("--prepare goes with --folder and --keep")
     start_s = time.perf_counter()
-    results: Figures = {mix: {} for mix in wanted.mixes}
+    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    facts: Figures = {"shape": wanted.shape.stem, "limit_gb": wanted.limit_gb, "machine": machine}
+    facts["mxfp4_layers"] = wanted.mxfp4_layers
+    parts = Parts(wanted.results, facts)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
         folder = (wanted.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        for mix in [mix for mix in wanted.mixes if mix != MXFP4]:
+        for mix in wanted.mixes:
             if set(wanted.only) - {"quality"}:
-                results[mix] |= measure(FileEngines(folder, wanted.shape, mix), wanted)
-            if "quality" in wanted.only:
-                results[mix] |= compare(mix, wanted.text, wanted.characters, Path(temporary))
-        results[MXFP4] = of_mxfp4(folder, wanted)
+                engines = FileEngines(folder, wanted.shape, mix)
+                of_mix = sections_of_mxfp4(folder, wanted) if mix == MXFP4 else sections(engines, wanted)
+                for name, part in of_mix:
+                    parts.measure(mix, name, part, wanted.rounds)
+            if "quality" in wanted.only and not wanted.prepare:
+                quality = partial(compare, mix, wanted.text, wanted.characters, Path(temporary))
+                parts.measure(mix, "quality", quality, 1)
+    results = parts.line((*MIXES, MXFP4), ALWAYS)
     for mix in results:
         for name, bar in BARS.items():
             if results[mix].get(name) is not None:
@@ -208,9 +227,7 @@ def main() -> None:
         for name, value in results[mix].items():
             if name not in BARS and isinstance(value, float | int | None):
                 print(f"{mix:8} {name:28} {value if value is None else format(value, '.6g')}")
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    facts = {"bench": "files", "shape": wanted.shape.stem, "rounds": wanted.rounds, "machine": machine}
-    print(json.dumps({**facts, "took_s": time.perf_counter() - start_s, **results}))
+    print(json.dumps({"bench": "files", **facts, "took_s": time.perf_counter() - start_s, **results}))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,9 @@ class Mxfp4:
             write(self.config, self.gguf, mix=MXFP4)
         if not self.packed.exists():
             Start(self.gguf, self.cache).pack_into(self.packed)
+
+    def probe(self) -> None:
+        """Once, outside every cgroup."""
         load_or_probe(self.cache, disk_folder=self.folder, whole=True)
 
     def remove(self) -> None:
@@ -73,15 +76,10 @@ class Mxfp4:
         )
 
 
-def measure(bench: Mxfp4, rounds: int, sections: tuple[str, ...]) -> Figures:
-    """The figures of `sections`: ram, offload or both."""
-    bench.make()
+def measure(bench: Mxfp4, rounds: int, section: str) -> Figures:
+    """The figures of a section, ram or offload."""
     figures: Figures = {"layers": bench.layers, "file_bytes": bench.gguf.stat().st_size}
-    if "ram" in sections:
-        figures |= _rounds(bench, rounds, "ram", None)
-    if "offload" in sections:
-        figures |= _rounds(bench, rounds, "offload", bench.limit_bytes)
-    return figures
+    return figures | _rounds(bench, rounds, section, None if section == "ram" else bench.limit_bytes)
 
 
 def _rounds(bench: Mxfp4, rounds: int, section: str, limit: int | None) -> Figures:

@@ -27,7 +27,7 @@ from penstock.planner.predict import predict
 from penstock.planner.reads import with_reads
 from penstock.planner.solve import candidates, settle_context
 from penstock.planner.solve.problem import Problem
-from penstock.runtime.device.choose import Chosen, choose
+from penstock.runtime.device.choose import ChosenDevice, choose
 from penstock.runtime.probe import load_or_probe
 from penstock.runtime.probe_disk import probe_file
 from penstock.serve.engine import Engine
@@ -150,7 +150,7 @@ def chosen_plan(setting: Setting, model: Path, machine: MachineSpec) -> Plan:
 
 
 def measure(
-    setting: Setting, model: Path, host: MachineSpec, chosen: Chosen, cache: Path, repeats: int
+    setting: Setting, model: Path, host: MachineSpec, chosen: ChosenDevice, cache: Path, repeats: int
 ) -> dict[str, Any]:
     """One setting: decode (or the first token) beside prediction and bound. `host`: the machine without its device."""
     limits = ceilings(model.parent)

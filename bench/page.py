@@ -3,9 +3,10 @@
 `masks`  what holding answers to a JSON schema costs, with all weights in memory (`bench.masks`).
 `cost`   what the open page costs the server: tokens/s with the page and with an empty tab, in turns; and the processor
          time of the server for one answer to /v1/live, as a share of the processors at the page's pace.
-`open`   the page open for many minutes. It streams one of the eight answers itself, and asks for it again
+`open`   the page open for many minutes by the clock. It streams one of the eight answers itself, and asks for it again
          (Regenerate) when it ends; the others are of other clients. Twice a minute the tab's memory after a forced
-         collection, its DOM nodes, the memory of its process, and how often it asked the server for /v1/live.
+         collection, its DOM nodes, the memory of its process, and how often it asked the server for /v1/live. The
+         server gets a share of one processor (`--share`) where that can be had, so that it may run beside other work.
 
 `masks` and `cost` take a 1B shape, `open` the bundled model. The browser is Debian's Chromium without a window. It
 takes processor time of this machine beside the server: `browser_cpu_share` says how much of one processor. The last
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import masks
+from bench.cgroup import slowed
 from bench.clients import Server, Stream, counted_tokens_per_s, cpu_s, kept_busy, served
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
@@ -89,9 +91,10 @@ def watched(server: Server, tab: Tab, minutes: float) -> Figures:
     growth = dict[str, float]()
     for i, name in enumerate(("heap_bytes", "nodes", "process_bytes")):
         begin, end = (statistics.median(each[i] for each in part) for part in (early, late))
-        growth |= {name: end, f"{name}_growth": end - begin}
+        growth |= {f"{name}_first": found[0][i], name: end, f"{name}_growth": end - begin}
     return {
         "minutes": took_s / 60,
+        "looks": len(found),
         "updates_per_s": max(rates),
         **growth,  # from the second quarter of the time to the last, medians
         "answers": answers,
@@ -115,7 +118,7 @@ def of_cost(config: Path, folder: Path, count: int) -> Figures:
             return figures | turns(server, tab, count)
 
 
-def of_open(folder: Path, minutes: float) -> Figures:
+def of_open(folder: Path, minutes: float, share: float) -> Figures:
     flags = ("--batch", STREAMS, "--context", 512, "--prompt-tokens", 16, "--output-tokens", 400)
 
     def ask(client: int, turn: int) -> Stream:
@@ -123,9 +126,9 @@ def of_open(folder: Path, minutes: float) -> Figures:
 
     with served(folder, BUNDLED, None, *flags) as server, opened(server.url, folder / "browser") as tab:
         tab.open()
-        with kept_busy(server, ask, STREAMS - 1):
+        with kept_busy(server, ask, STREAMS - 1), slowed(server.process_id, share) as slow:
             tab.speak("Once upon a time there was a king")
-            return watched(server, tab, minutes)
+            return {**watched(server, tab, minutes), "server_share": share if slow else None}
 
 
 def main() -> None:
@@ -134,6 +137,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--config", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of another shape")
     parser.add_argument("--minutes", type=float, default=30.0, help="that the page stays open")
+    parser.add_argument("--share", type=float, default=0.25, help="of one processor, that the server of `open` gets")
     parser.add_argument("--turns", type=int, default=8)
     wanted = parser.parse_args()
     if {"cost", "open"} & set(wanted.only) and shutil.which("chromium") is None:
@@ -148,10 +152,10 @@ def main() -> None:
         if "cost" in wanted.only:
             figures["cost"] = of_cost(wanted.config, folder, wanted.turns)
         if "open" in wanted.only:
-            figures["open"] = of_open(folder, wanted.minutes)
+            figures["open"] = of_open(folder, wanted.minutes, wanted.share)
     for part in filter(None, figures.values()):
         for name, value in part.items():
-            if not isinstance(value, list):
+            if isinstance(value, int | float):
                 print(f"{name:24} {value:14.6g}" + (f"  (bar {BARS[name]:g})" if name in BARS else ""))
     machine = {"cpu": cpu_name(), "threads": host.usable_cpus()}
     print(json.dumps({"bench": "page", "shape": wanted.config.stem, "machine": machine, **figures}))

@@ -28,8 +28,8 @@ LIVE: dict[str, Any] = {
     "output_tokens": 8192, "passes_s": 140.0, "kv_pages": 64, "kv_pages_had": 23,
     "moved_bytes": {"disk0": 310e9, "disk_write0": 0},
     "tiers": [
-        {"name": "host", "bytes": 2710 * _MIB, "limit_bytes": 2912 * _MIB},
-        {"name": "disk0", "bytes": 64 * _MIB, "limit_bytes": None},
+        {"name": "host", "bytes": 2710 * _MIB, "limit_bytes": 2912 * _MIB, "had_bytes": 2536 * _MIB},
+        {"name": "disk0", "bytes": 64 * _MIB, "limit_bytes": None, "had_bytes": None},
     ],
 }  # fmt: skip
 CHAT = {

@@ -9,6 +9,9 @@ on for minutes. The last line is one JSON object.
 Beside the probe's prediction each row has three more: by a quick probe, made once at the start; by the same after the
 runs so far have shifted its rates; and the promise as it is renewed right before the run. `--probe once` measures the
 machine whole once, too, as a user does.
+
+`--part N` ends after so many runs of settings. With `--folder`, `--rows` and `--resume` the next call goes on with the
+settings that are left, and with what both probes and the runs have told.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
+from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
@@ -66,11 +70,16 @@ def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
 class Machine:
     """This machine's figures, as of now."""
 
-    def __init__(self, folder: Path, file: ProbeFile, readings: int, once: bool) -> None:
+    def __init__(
+        self, folder: Path, file: ProbeFile, readings: int = CEILINGS, once: bool = False, goes_on: bool = False
+    ) -> None:
         self._folder, self._file, self._readings, self._once = folder, file, readings, once
         self._known: MachineSpec | None = None
+        self._kept = folder / "whole-machine.json"
+        if once and goes_on and self._kept.exists():
+            self._known = machines.loads(self._kept.read_text(), self._kept.name)
         self.probes, self.probe_s = 0, 0.0
-        self.hasty = Hasty(folder)
+        self.hasty = Hasty(folder, goes_on)
 
     def ceilings(self) -> Ceilings:
         """Now, medians. At rest one reading of the RAM (0.1 s) differs by 10 % from the next; one of the dot products
@@ -88,6 +97,7 @@ class Machine:
         start_s = time.perf_counter()
         found = self._known = probe_apart(self._folder, formats=("int4",), kv_formats=("float16",))
         self.probe_s, self.probes = time.perf_counter() - start_s, self.probes + 1
+        self._kept.write_text(machines.dumps(found))
         return found
 
 
@@ -118,12 +128,13 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
 
 def in_turns(
     settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
-    keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float,
+    keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float, part: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each setting, the least disturbed one of up to `attempts`, whatever its error; the steady ones come
-    once. After `most_s` no setting comes again. `known`: attempts of a run before, which count."""
+    once. After `most_s` no setting comes again, and after `part` runs of settings there is no other. `known`: attempts
+    of a run before, which count."""
     rows: dict[Setting, dict[str, Any]] = {}
-    start_s = time.perf_counter()
+    start_s, came = time.perf_counter(), 0
 
     def add(setting: Setting, row: dict[str, Any]) -> None:
         before = rows.get(setting)
@@ -136,8 +147,9 @@ def in_turns(
             add(setting, row)
     while due := _due(settings, rows, attempts):
         for setting in due:
-            if setting in rows and time.perf_counter() - start_s > most_s:
-                return [rows[each] for each in settings]
+            if came == part or (setting in rows and time.perf_counter() - start_s > most_s):
+                return [rows[each] for each in settings if each in rows]
+            came += 1
             shape, share, prompt, batch = setting
             found = measure(models[shape], share, prompt, batch, machine, repeat_s)
             row = {"shape": shape, "share": share, **found}
@@ -280,11 +292,14 @@ def main() -> None:
     parser.add_argument("--repeat-seconds", type=float, default=REPEAT_S, help="of runs of a setting")
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
     parser.add_argument("--resume", action="store_true", help="the rows that are there already count: of this build")
+    parser.add_argument("--part", type=int, help="ends after so many runs of settings; --resume goes on")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
-    if wanted.resume and not wanted.rows:
-        parser.error("--resume needs --rows")
-    known = [json.loads(each) for each in wanted.rows.read_text().splitlines()] if wanted.resume else []
+    if wanted.resume and not (wanted.rows and wanted.folder):
+        parser.error("--resume needs --rows and --folder")
+    known = []
+    if wanted.resume and wanted.rows.exists():
+        known = [json.loads(each) for each in wanted.rows.read_text().splitlines()]
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
@@ -296,10 +311,12 @@ def main() -> None:
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file:
-            machine = Machine(folder, file, wanted.readings, wanted.probe == "once")
+            machine = Machine(folder, file, wanted.readings, wanted.probe == "once", wanted.resume)
             settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
             most_s, repeat_s = 60 * wanted.minutes, wanted.repeat_seconds
-            rows = in_turns(settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s)
+            rows = in_turns(
+                settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, wanted.part
+            )
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
         plot(rows, wanted.plot)

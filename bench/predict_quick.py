@@ -12,9 +12,10 @@ from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick
 from penstock.runtime.probe import quick_apart
 from penstock.serve.generation import Generation
-from penstock.serve.history import note_run
+from penstock.serve.history import note_run, runs
 from penstock.serve.lately import as_runs_show
 from penstock.serve.renewal import Renewed
+from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan
 
@@ -25,13 +26,20 @@ LIMIT_RENEWED, LIMIT_RENEWED_WORST, LIMIT_LEFT_OUT = 0.05, 0.15, 0.2
 
 class Hasty:
     """This machine as a new user has it: measured once, in haste, and shifted by the runs so far. `folder`: keeps
-    these."""
+    both. `goes_on`: with what is kept there. Raises BadRequest, StorageFailed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, goes_on: bool = False) -> None:
+        self._file, self.runs = folder / "quick-machine.json", 0
+        kept = self._file.with_suffix(".runs.jsonl")
+        if goes_on and self._file.exists():
+            self._machine = machines.loads(self._file.read_text(), self._file.name)
+            self.runs = len(runs(self._file, self._machine))
+            return
         machine = quick_apart(folder, "int4")
         assert machine is not None, "a machine like this one was measured whole"
-        self._machine, self._file, self.runs = machine, folder / "quick-machine.json", 0
-        self._file.with_suffix(".runs.jsonl").unlink(missing_ok=True)
+        self._machine = machine
+        kept.unlink(missing_ok=True)
+        self._file.write_text(machines.dumps(machine))
 
     def foretell(self, plan: Plan, ask: Ask) -> dict[str, Any]:
         """Fields of a row: the prediction of a plan by the quick probe alone, and after the runs so far."""

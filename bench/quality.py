@@ -30,8 +30,8 @@ KV_FORMATS = ("float32", "float16", "int8", "int4")
 KV_CHARACTERS = 100_000
 
 
-def load(folder: Path, fmt: str, exact: bool, kv: str | None = None) -> Engine:
-    ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1, kv=kv)
+def load(folder: Path, fmt: str, exact: bool, kv: str | None = None, attention: str = "full") -> Engine:
+    ask = Ask(score=True, context=512, prompt_tokens=512, output_tokens=1, kv=kv, attention=attention)
     return Engine.load(folder / fmt, ask, Loading(cache=default_cache(), exact=exact))
 
 

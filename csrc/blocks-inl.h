@@ -7,9 +7,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// What 4-bit codes stand for, plus 128 (spec.blocks.TABLES).
+// What 4-bit codes stand for, plus the layout's offset (spec.blocks.TABLES): 128, and 12 of mxfp4.
 constexpr std::uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr std::uint8_t kFp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+constexpr std::uint8_t kFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Scales and minimums of a block of `span` columns of one tile, as floats: number i is of columns kLayout.scaled · i ….
 // A minimum is what is added.
@@ -165,9 +165,8 @@ template <Kind kind, int n, int k>
     constexpr Blocks kLayout = blocks_of(kind);
     // Scales of a group; fours of each.
     constexpr int kParts = kLayout.scaled < kBlockGroup ? kBlockGroup / kLayout.scaled : 1, kFours = 8 / kParts;
-    constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
     constexpr int kChains = kParts == 1 && n * k * (kTileRows / kLanes) < 8 ? 2 : 1;
-    using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
+    using Sum = CodeSum<most_code(kind)>;
     for (int i = 0; i < k; ++i) {
         for (int l = 0; l < kLayout.low + kLayout.high; ++l) {
             prefetch(p + std::size_t(i) * next + std::size_t(64 * l) + ahead, reused);

@@ -56,14 +56,51 @@ void unpack_block(const std::uint8_t* p, std::size_t ahead, int span, int first,
     }
 }
 
+// sums = Σ (code - offset) · q of a group of each tile, or of one of its two parts.
+template <Kind kind, class Sum, int n, int k>
+[[gnu::always_inline]] inline void add_codes(const Unpacked& w, int g, int part, const Operand& x, Sum (&whole)[n][k]) {
+    constexpr Blocks kLayout = blocks_of(kind);
+    constexpr int kParts = parts_of(kLayout), kFours = 8 / kParts;
+    for (int r = 0; r < n; ++r) {
+        I begin = i_zero();
+        if constexpr (kLayout.offset > 0) {
+            const int half = x.halves[part * n + r];
+            begin = i_set(-kLayout.offset * (kParts == 2 ? half : half + x.halves[n + r]));
+        }
+        for (int i = 0; i < k; ++i) whole[r][i].total = begin;
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kFours; ++j) {
+        const int l = part * kFours + j;
+        Line codes[k];
+        for (int i = 0; i < k; ++i) {
+            if constexpr (unpacks(kind)) {
+                codes[i] = line(w.codes[g][l][i]);
+            } else {
+                codes[i] = four_codes<kind>(w.lines[g] + std::size_t(i) * w.next, l);
+            }
+        }
+        for (int r = 0; r < n; ++r) {
+            for (int i = 0; i < k; ++i) whole[r][i].add(codes[i], x.q + (l * n + r) * 4);
+        }
+        if constexpr (Sum::kFull > 0) {
+            if ((j + 1) % Sum::kFull != 0 && j + 1 != kFours) continue;
+            for (int r = 0; r < n; ++r) {
+                for (int i = 0; i < k; ++i) whole[r][i].widen();
+            }
+        }
+    }
+}
+
 // to += `count` groups · x, by the very operations of add_group_of.
 template <Kind kind>
 void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
     constexpr Blocks kLayout = blocks_of(kind);
-    constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout), kFours = 8 / kParts;
+    constexpr int n = kWideRows, k = kWideTiles, kParts = parts_of(kLayout);
     constexpr bool kMinimum = BlockFactors<kind>::kMinimum;
-    constexpr bool kNarrow = (kLayout.low + kLayout.high < 8) && kLayout.offset != 128;  // codes below 128
-    using Sum = CodeSum<kNarrow ? (1 << (kLayout.low + kLayout.high)) - 1 : 255>;
+    // Codes of 8 bits whose offset is 128. Their tile's codes lie line by line as they are multiplied.
+    constexpr bool kCentred = kCentres && kLayout.offset == 128 && k == 1;
+    using Sum = CodeSum<most_code(kind)>;
     // With two scales a group sums stay in memory: there are no registers for them beside the sums of a group.
     constexpr bool kHeld = kParts == 1 && kHoldsSums;
     F held[n][k];
@@ -76,34 +113,14 @@ void add_unpacked(const Unpacked& w, int count, Operand x, WideSums& to) {
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
             Sum whole[n][k];
-            for (int r = 0; r < n; ++r) {
-                I begin = i_zero();
-                if constexpr (kLayout.offset > 0) {
-                    const int half = x.halves[part * n + r];
-                    begin = i_set(-kLayout.offset * (kParts == 2 ? half : half + x.halves[n + r]));
-                }
-                for (int i = 0; i < k; ++i) whole[r][i].total = begin;
-            }
-#pragma GCC unroll 8
-            for (int j = 0; j < kFours; ++j) {
-                const int l = part * kFours + j;
-                Line codes[k];
+            if constexpr (kCentred) {
                 for (int i = 0; i < k; ++i) {
-                    if constexpr (unpacks(kind)) {
-                        codes[i] = line(w.codes[g][l][i]);
-                    } else {
-                        codes[i] = four_codes<kind>(w.lines[g] + std::size_t(i) * w.next, l);
-                    }
+                    I totals[n];
+                    centred_dots(unpacks(kind) ? w.codes[g][0][i] : w.lines[g] + std::size_t(i) * w.next, x.q, totals);
+                    for (int r = 0; r < n; ++r) whole[r][i].total = totals[r];
                 }
-                for (int r = 0; r < n; ++r) {
-                    for (int i = 0; i < k; ++i) whole[r][i].add(codes[i], x.q + (l * n + r) * 4);
-                }
-                if constexpr (Sum::kFull > 0) {
-                    if ((j + 1) % Sum::kFull != 0 && j + 1 != kFours) continue;
-                    for (int r = 0; r < n; ++r) {
-                        for (int i = 0; i < k; ++i) whole[r][i].widen();
-                    }
-                }
+            } else {
+                add_codes<kind>(w, g, part, x, whole);
             }
             for (int i = 0; i < k; ++i) {
                 const F scale = w.scale[g][part][i];

@@ -65,7 +65,7 @@ constexpr Blocks kBlocks[] = {
     {32, 24, 4, 1, 32, 2, 0, 1},        // q5_1
     {32, 34, 8, 0, 32, 1, 128, 1},      // q8_0
     {32, 18, 4, 0, 32, 1, 128, 1},      // iq4_nl
-    {32, 17, 4, 0, 32, 0, 128, 1},      // mxfp4
+    {32, 17, 4, 0, 32, 0, 12, 1},       // mxfp4
     {256, 84, 2, 0, 16, 2, 0, 1},       // q2_k
     {256, 110, 2, 1, 16, 1, 4, 1},      // q3_k
     {256, 144, 4, 0, 32, 2, 0, 2},      // q4_k
@@ -84,6 +84,12 @@ constexpr bool in_blocks(Kind kind) { return kind >= Kind::kQ4_0; }
 // Whether codes can be multiplied by rounded activations as integers. Others want exact activations.
 constexpr bool multiplies_codes(Kind kind) { return kind != Kind::kFloat8; }
 constexpr Blocks blocks_of(Kind kind) { return kBlocks[static_cast<int>(kind) - static_cast<int>(Kind::kQ4_0)]; }
+// The largest code that is multiplied: what a table has, where there is one.
+constexpr int most_code(Kind kind) {
+    if (kind == Kind::kMxfp4) return 24;
+    if (kind == Kind::kIq4Nl || kind == Kind::kIq4Xs) return 255;
+    return (1 << (blocks_of(kind).low + blocks_of(kind).high)) - 1;
+}
 static_assert(blocks_of(Kind::kUint4G128).block_bytes(64) == 64 + 8 * 64, "4.5 bits a weight in `down`");
 static_assert(blocks_of(Kind::kQ4K).block_bytes(256) == 16 * 144 && blocks_of(Kind::kQ6K).block_bytes(256) == 16 * 210);
 

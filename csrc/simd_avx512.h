@@ -176,9 +176,11 @@ inline void i_store_bytes(std::int8_t* to, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
 
-constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
+template <int n>
+void centred_dots(const std::uint8_t* lines, const std::int8_t* fours, I (&to)[n]);
 inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }

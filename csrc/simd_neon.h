@@ -241,9 +241,11 @@ inline I i_set(std::int32_t x) {
     const int32x4_t all = vdupq_n_s32(x);
     return {all, all, all, all};
 }
-constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
+template <int n>
+void centred_dots(const std::uint8_t* lines, const std::int8_t* fours, I (&to)[n]);
 inline I i_zero() { return i_set(0); }
 // acc + Σ over the four bytes of each row: signed weights × signed activations. Two products fit into 16 bits: a weight
 // is -128 at least, an activation ±127 at most.

@@ -318,9 +318,11 @@ inline I i_round(const F& x) {
 }
 inline void i_store_bytes(std::int8_t* to, const I& x) { PENSTOCK_LANES to[i] = static_cast<std::int8_t>(x.v[i]); }
 
-constexpr bool kAddsPairs = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
+template <int n>
+void centred_dots(const std::uint8_t* lines, const std::int8_t* fours, I (&to)[n]);
 inline I i_zero() { return {}; }
 inline I i_set(std::int32_t x) {
     I r;

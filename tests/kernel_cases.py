@@ -228,7 +228,8 @@ class Case:
             self.embedding()
             self.norms()
             self.qkv()
-            self.attend()
+            for share in (1.0, 0.3):
+                self.attend(share)
             self.out()
             self.ffn()
             self.merges()
@@ -311,7 +312,7 @@ class Case:
             found = torch.from_numpy(self.numbers(got.blocks.cpu().numpy()))
             self.compare("qkv", self.numbers(want.blocks), found, size, STEPS[self.kv.kind])
 
-    def attend(self) -> None:
+    def attend(self, share: float) -> None:
         from penstock.kernels.gpu import attention as gpu
 
         a, part = self.layer.attention, self.parts["0.attn"]
@@ -331,11 +332,11 @@ class Case:
         for lo, hi in ((part.granule_rows * edge for edge in unit) for unit in self.units(part)):  # of KV heads
             attention.attend(
                 q, keys, values, a, lo, hi, self.batch, self.tables(), want, Scratch(np.empty(1 << 22, np.uint8)),
-                sinks,
+                sinks, share,
             )  # fmt: skip
             gpu.attend(
                 on_device, got_keys, got_values, a, lo, hi, self.positions, self.sequence, got, max(self.batch.rows),
-                self.kernels, self.scratch(scratch_gpu.attend_bytes(a, hi - lo, self.t)), got_sinks,
+                self.kernels, self.scratch(scratch_gpu.attend_bytes(a, hi - lo, self.t)), got_sinks, share,
             )  # fmt: skip
         self.compare("attend", want, got)
 

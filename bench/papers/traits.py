@@ -23,6 +23,7 @@ SEED = 0  # of the draw of tables that fit
 _HALF = "float16"
 _PACKED = ("int4", "int8")
 _NORMS = 2  # of a layer
+MANY_ROWS = 16  # from so many on PIPO unpacks weights before their product (section 3.5)
 
 
 class Trait(NamedTuple):
@@ -75,6 +76,15 @@ def _products(machine: MachineSpec, flops_per_s: float) -> MachineSpec:
     return replace(machine, rates=tuple(rates))
 
 
+def _few_rows(machine: MachineSpec, flops_per_s: float) -> MachineSpec:
+    """Packed weights are multiplied with fewer than MANY_ROWS rows by a kernel for one row, again and again."""
+    for name in _PACKED:
+        rate = machine.rate(GPU.kernels, "*", name, MANY_ROWS - 1)
+        few = replace(rate, op="*", format=name, rows=MANY_ROWS - 1, s_per_flop=1 / flops_per_s)
+        machine = _with(machine, few)
+    return machine
+
+
 def _layers(machine: MachineSpec, seconds: float) -> MachineSpec:
     """The device waits so long in each layer for its next kernels. It stands with the norms."""
     norm = machine.rate(GPU.kernels, "norm", "*")
@@ -86,17 +96,29 @@ def _unpacking(machine: MachineSpec, copies: float) -> MachineSpec:
     for name in _PACKED:
         widened = parse_format(_HALF).bits / parse_format(name).bits
         for op in ("*", "attend"):
-            rate = machine.rate(GPU.kernels, op, name)
+            rate = machine.rate(GPU.kernels, op, name, MANY_ROWS)
             half = machine.rate(GPU.kernels, "*", _HALF)
             seconds = rate.s_per_byte + copies * widened * half.s_per_byte
             machine = _with(machine, replace(rate, op=op, format=name, s_per_byte=seconds))
     return machine
 
 
+def _cpu_rows(machine: MachineSpec, times: float) -> MachineSpec:
+    """Each row of a prompt takes the CPU as long as reading the weights for it, `times` over: ScheInfer's Eq. 3 has one
+    line for any number of tokens."""
+    rates = []
+    for rate in machine.rates:
+        if rate.lane == CPU and rate.op == "*" and rate.format in (_HALF, "bfloat16", *_PACKED):
+            a_weight_s = rate.s_per_byte * parse_format(rate.format).bits / 8
+            rate = replace(rate, s_per_flop=max(rate.s_per_flop, times * a_weight_s / 2))  # two operations a weight
+        rates.append(rate)
+    return replace(machine, rates=tuple(rates))
+
+
 def _with(machine: MachineSpec, rate: Rate) -> MachineSpec:
-    """With that rate, instead of another one for the same lane, op and format."""
-    key = (rate.lane, rate.op, rate.format)
-    return replace(machine, rates=(*(r for r in machine.rates if (r.lane, r.op, r.format) != key), rate))
+    """With that rate, instead of another one for the same lane, op, format and rows."""
+    key = (rate.lane, rate.op, rate.format, rate.rows)
+    return replace(machine, rates=(*(r for r in machine.rates if (r.lane, r.op, r.format, r.rows) != key), rate))
 
 
 # Kind → the machine with a trait's value, which is in the unit that the kind names.
@@ -108,7 +130,9 @@ KINDS: dict[str, Change] = {
     "attention on the CPU, bytes/s": _cpu_attention,
     "products, operations/s": _products,
     "launches of a layer, s": _layers,
+    "products of few rows, operations/s": _few_rows,
     "unpacking, copies in half precision": _unpacking,
+    "rows of the CPU, each as long as so many of the first": _cpu_rows,
 }
 
 TRAITS: Traits = tuple(

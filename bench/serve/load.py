@@ -16,7 +16,7 @@ from bench.offload_engines import tell
 from bench.peers import PROMPT_TOKENS, token_ids
 from bench.serve.models import CONTEXT, Bench, Figures
 from penstock.planner.pass_times import LEAST_PASSES, PassTimes
-from penstock.serve.foretold import Arrival, Foretold, foretell
+from penstock.serve.foretold import Arrival, ForetoldRequest, foretell
 from penstock.spec import plan as plans
 
 RATES = (0.5, 0.8, 1.1)  # of what the server can do: idle at times, busy, more than it can do
@@ -74,7 +74,7 @@ def _warm(bench: Bench, server: Server) -> None:
         talking.join()
 
 
-def _errors(foretold: Sequence[Foretold], real: Sequence[Stream], pass_s: float) -> dict[str, list[float]]:
+def _errors(foretold: Sequence[ForetoldRequest], real: Sequence[Stream], pass_s: float) -> dict[str, list[float]]:
     """Of each request how far what was foretold is off. `wait`: of those that waited for a sequence, for a pass or
     longer; of the others it is next to nothing."""
     pairs = list(zip(foretold, real, strict=True))

@@ -27,7 +27,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
-from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES
+from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES, value_share
 from penstock.spec.places import is_disk
 from penstock.units import MIB, format_rate, format_seconds
 
@@ -116,7 +116,9 @@ def batch(
     names = tuple(dict.fromkeys(map(_utf8, (name, model) if name else (model, Path(model).name))))
     kv = [home.format.name for home in plan.kv] if plan is not None else work.kv
     sparsity = plan.sparsity if plan is not None else work.sparsity
+    share = plan.value_share if plan is not None else value_share(work.attention)
     asked_of = [model_sha256(source.folder), names[0], context, max_tokens, kv, sparsity, machine.exact, machine.device]
+    asked_of += [share] if share < 1 else []  # a file that was begun without it is gone on with
     with (
         closing(Lines(as_path(requests), repr(asked_of))) as lines,
         closing(Journal(out, lines)) as journal,
@@ -148,11 +150,12 @@ def batch(
                 ask = best_ask(ask, found, source.folder, _loading(machine, beside, source.beside_bytes), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-            foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, found.todo)
+            with progress() as tell:
+                foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, found.todo, tell)
             note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(foretold.seconds)}")
             try:
                 with progress() as tell:
-                    shown = _Shown(tell, found.answers)
+                    shown = _ShownBatch(tell, found.answers)
                     done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
             except KeyboardInterrupt:
                 _say_left(lines, journal)
@@ -218,6 +221,7 @@ def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loadi
     from penstock.serve.loading import Loading
 
     how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
+    how["kernels"] = machine.isa
     beside = {**beside, "beside_bytes": beside["beside_bytes"] + more_bytes}
     return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
 
@@ -236,7 +240,7 @@ def _beside(found: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
     return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(lines) + guide, "guide_bytes": guide}
 
 
-class _Shown:
+class _ShownBatch:
     """Shows how far a batch is. `answers`: of the whole."""
 
     def __init__(self, tell: Progress, answers: int) -> None:

@@ -64,10 +64,6 @@ def bench(
         str | None,
         Option("--rows", metavar="N,N,…", help=f"For ops: rows of a pass, one setting each ({_ROWS})."),
     ] = None,
-    isa: Annotated[
-        str | None,
-        Option("--isa", metavar="NAME", help="For ops: kernels of this family, such as avx2; default the best."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Speed with its physical bound.
@@ -90,12 +86,10 @@ def bench(
         if trace or plan_file or family or cache_limit or work != Work(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context, --rows and --isa; the rest is for a MODEL")
         assert config is not None
-        _ops(config, machine, work, weights, rows or _ROWS, isa, as_json)
+        _ops(config, machine, work, weights, rows or _ROWS, as_json)
     else:
-        if config is not None or rows is not None or isa is not None:
-            raise BadRequest(
-                f"--rows, --isa and a second argument are for `penstock bench ops CONFIG`, not for {target}"
-            )
+        if config is not None or rows is not None:
+            raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if family is not None:
             from penstock.planner.families import FAMILIES
@@ -107,10 +101,10 @@ def bench(
         ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
             source = packed_model(target, weights, machine, cache_limit)
-            from penstock.serve.bench import Wanted
+            from penstock.serve.bench import WantedRun
             from penstock.serve.bench import bench as measure
 
-            wanted = Wanted(work.prompt_tokens, work.output_tokens, repeats, seconds)
+            wanted = WantedRun(work.prompt_tokens, work.output_tokens, repeats, seconds)
             with loaded(source, ask, machine, plan, record, family=family) as engine, progress() as tell:
                 result = measure(engine, wanted, machine.usable_threads, tell)
             print(table(result))
@@ -118,10 +112,8 @@ def bench(
             print_json(result.to_json())
 
 
-def _ops(
-    config: str, machine: Machine, work: Work, weights: str | None, rows: str, isa: str | None, as_json: bool
-) -> None:
-    """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows or --isa."""
+def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
+    """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
     if work.context == GROWING:
         raise BadRequest("ops times attention at one --context: -1 names none")
     context = work.named_context or _CONTEXT
@@ -137,8 +129,7 @@ def _ops(
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
 
-    if isa is not None and isa not in available():
-        raise BadRequest(f"--isa {isa}: this processor and build have {', '.join(available())}")
+    isa = machine.isa
     spec, fmt = describe(as_path(config), parse_format(weights) if weights else None, not machine.no_verify)
     kv = parse_format(work.kv or "float16")
     kv.check_kv()
@@ -179,9 +170,9 @@ def _calibrate(machine: Machine, undo: bool, as_json: bool) -> None:
     from penstock.serve import calibration
     from penstock.serve.history import runs
 
-    file = machine_file(machine.cache_folder)
+    file = machine_file(machine.cache_folder, machine.isa)
     with progress() as tell:
-        now = load_or_probe(machine.cache_folder, tell)
+        now = load_or_probe(machine.cache_folder, tell, isa=machine.isa)
     seen, probed = runs(file, now), files.probed(file, now)
     try:
         if undo:

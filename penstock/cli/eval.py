@@ -56,9 +56,9 @@ def eval_(
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
-        # --kv is one of the lossy choices, and so are predictors and levels.
+        # --kv is one of the lossy choices, and so are predictors, levels and --attention.
         exactly = "auto" if ask.sparsity in ("predict", "threshold") else ask.sparsity
-        kept_whole = dataclasses.replace(ask, kv=None, sparsity=exactly)
+        kept_whole = dataclasses.replace(ask, kv=None, sparsity=exactly, attention="full")
         exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
             scores = evaluate(engine, text, exact, tell)

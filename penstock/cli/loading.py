@@ -82,6 +82,7 @@ def loaded(
         cache=machine.cache_folder,
         plan=plan,
         threads=machine.threads,
+        kernels=machine.isa,
         exact=machine.exact,
         verify=not machine.no_verify,
         tokenizer=tokenizer,

@@ -79,6 +79,9 @@ class Machine:
         "--resident", "SIZE", "At most so many bytes of weights stay in memory; the rest streams."
     )
     threads: int | None = flag("--threads", "N", "CPU threads; default and at most: all CPUs allowed.", min=1, max=4096)
+    isa: str | None = flag(
+        "--isa", "NAME", "CPU kernels of this family, such as avx2; default the best that the processor has."
+    )
     exact: bool = flag(
         "--exact", None, "Multiply quantised weights with float32 activations, not with int8 ones.", False
     )
@@ -88,10 +91,16 @@ class Machine:
     cache: str | None = flag("--cache", "DIR", _CACHE_HELP)
 
     def prepare(self) -> None:
-        """Checks --device, notes where --threads is more than there can be, and keeps numpy from starting threads. Must
-        be called before anything imports numpy. Raises BadRequest."""
+        """Checks --device and --isa, notes where --threads is more than there can be, and keeps numpy from starting
+        threads. Must be called before anything imports numpy. Raises BadRequest."""
         check_device(self.device)
         quiet_blas()
+        if self.isa is not None:
+            from penstock.kernels.cpu import available
+
+            if self.isa not in available():
+                raise BadRequest(f"--isa {self.isa}: this processor and build have {', '.join(available())}")
+            note(f"{self.isa} kernels: asked for, of {', '.join(available())} here")
         if self.threads is not None and self.threads != self.usable_threads:
             note(f"--threads {self.threads}: this process may use {self.usable_threads} CPUs and has as many threads")
 
@@ -138,6 +147,13 @@ class Work:
         " for which small activations are zeros (lossy, see profile --below). auto is exact for models with ReLU.",
         "auto",
     )
+    attention: str = flag(
+        "--attention",
+        "MODE",
+        "full, or top-k:SHARE: of the positions that a query sees, those with the best scores alone count, and no other"
+        " values are read (lossy). KV lies in memory then, where attention runs.",
+        "full",
+    )
     batch: int = flag("--batch", "N", "Sequences at once.", 1, min=1)
     prompt_tokens: int | None = flag(
         "--prompt-tokens", "N", "Expected prompt length; default 64 or the prompt's.", min=1
@@ -176,6 +192,7 @@ class Work:
             kv=self.kv,
             kv_home=self.kv_home,
             sparsity=self.sparsity,
+            attention=self.attention,
             use_device=machine.device in ("cuda", "emulated"),
         )
 
@@ -249,7 +266,7 @@ def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
-    flags |= {"--sparsity": work.sparsity != "auto"}
+    flags |= {"--sparsity": work.sparsity != "auto", "--attention": work.attention != "full"}
     flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWork) else {}
     if any(flags.values()):
         raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")

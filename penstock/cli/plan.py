@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,6 +157,10 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     else:
         solved = solving(ask)
         context_told = cost_of_context(ask, spec, solved, solving)
+    if how.machine_file is None:
+        from penstock.kernels.cpu import chosen_isa
+
+        solved = replace(solved, reasons=(*solved.reasons, chosen_isa(machine.isa)[1]))
     others = what_if(solved, ask, figures, routers, firing)
     points: tuple[Point, ...] = ()
     if how.compare and ask.objective == "throughput":
@@ -260,7 +264,7 @@ def _lately(how: _How, figures: MachineSpec, ask: Ask, spec: ModelSpec, fmt: For
     from penstock.planner.firing import sparsity_of
     from penstock.runtime.probe import machine_file
 
-    file = machine_file(how.machine.cache_folder)
+    file = machine_file(how.machine.cache_folder, how.machine.isa)
     return as_runs_show(file, figures, fmt.name, sparsity_of(ask.sparsity, spec))
 
 
@@ -269,7 +273,7 @@ def _band(machine: Machine, solved: Solved, figures: MachineSpec, batch: int) ->
     from penstock.runtime.probe import machine_file
     from penstock.serve.history import error_band
 
-    return error_band(machine_file(machine.cache_folder), figures, solved.prediction, solved.plan, batch)
+    return error_band(machine_file(machine.cache_folder, machine.isa), figures, solved.prediction, solved.plan, batch)
 
 
 def _band_report(band: Band, p: Prediction) -> dict[str, Any]:
@@ -329,11 +333,13 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
         from penstock.runtime.probe import load_or_probe
 
         with progress() as tell:
-            return load_or_probe(machine.cache_folder, tell)
+            return load_or_probe(machine.cache_folder, tell, isa=machine.isa)
     bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
     if not as_path(name).exists() and name not in bundled:
         hint = f"; bundled are {', '.join(bundled)}" if bundled else ""
         raise BadRequest(f"--machine {name}: there is no such file{hint}")
     if machine.threads is not None:
         note(f"--threads {machine.threads} says nothing about --machine {name}")
+    if machine.isa is not None:
+        note(f"--isa {machine.isa} says nothing about --machine {name}")
     return machines.loads(read_text(name if name not in bundled else str(bundled[name])), name)

@@ -21,7 +21,7 @@ from penstock.graph.tasks import Pass, Slot, Task
 from penstock.spec.places import Executor, lane_between
 
 
-class Attention:
+class AttentionBlocks:
     """The calls of attention blocks. The lowering says which unit, layer and executor come next."""
 
     def __init__(self, calls: Calls, streams: Streams) -> None:
@@ -47,9 +47,12 @@ class Attention:
         norms = layout.norms(layer, executor)
         qkv = ops.Qkv(weights, norms, h, q, keys=keys, values=values, scratch=scratch, layer=layer)
         calls.add(executor, qkv, u, batch, fmt, cost)
-        cost = ops.attend_cost(a, end_head - first_head, batch, home.format.kv_bytes(a.head_dim))
+        share = self._plan.value_share
+        cost = ops.attend_cost(a, end_head - first_head, batch, home.format.kv_bytes(a.head_dim), share)
         sinks = (norms,) if a.sinks else ()
-        attend = ops.Attend(q, keys, values, a=out, scratch=scratch, layer=layer, norms=sinks)
+        attend = ops.Attend(
+            q, keys, values, a=out, scratch=scratch, layer=layer, norms=sinks, value_share=share
+        )  # fmt: skip
         calls.add(executor, attend, u, batch, home.format.kind, cost)
         calls.order(executor, batch, layer, "o", out)
         cost = calls.matrix_cost(u, ops.OUT_BLOCKS, t)
@@ -118,8 +121,11 @@ class Attention:
         sinks = (layout.norms(layer, executor),) if a.sinks else ()
         for u in calls.units[f"{layer}.attn"]:
             lo, hi = self._plan.unit_rows(self._plan.units[u])
-            cost = ops.attend_cost(a, hi - lo, batch, home.format.kv_bytes(a.head_dim))
-            attend = ops.Attend(q, *kv, out, calls.scratch(executor), layer=layer, norms=sinks, fresh=fresh)
+            share, scratch = self._plan.value_share, calls.scratch(executor)
+            cost = ops.attend_cost(a, hi - lo, batch, home.format.kv_bytes(a.head_dim), share)
+            attend = ops.Attend(
+                q, *kv, out, scratch, layer=layer, norms=sinks, fresh=fresh, value_share=share
+            )  # fmt: skip
             calls.add(executor, attend, u, batch, home.format.kind, cost)
 
     def _heads(self, executor: Executor, batch: Batch, layer: int, name: str) -> Slot:

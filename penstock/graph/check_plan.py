@@ -65,6 +65,10 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
         raise _wrong("it leaves out neurons of some units, yet its sparsity is off")
     if plan.predictors and plan.sparsity != "predict":
         raise _wrong(f"it has predictors, which nobody asks with sparsity {plan.sparsity}")
+    if not 0 < plan.value_share <= 1:
+        raise _wrong(f"value_share is {plan.value_share}; it should be above 0 and at most 1")
+    if plan.value_share < 1 and any(home.home != home.attend for home in plan.kv):
+        raise _wrong("it reads the values of a query's best positions alone, and KV does not live where attention runs")
     _check_levels(plan, spec)
     if any(not 0 <= unit.active <= 1 for unit in plan.units):
         raise _wrong("the active share of a unit's neurons should be from 0 to 1")

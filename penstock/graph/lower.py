@@ -31,7 +31,7 @@ from penstock.graph import ops
 from penstock.graph.arenas import Layout, head_units
 from penstock.graph.asked import AskedUnits
 from penstock.graph.assigned import AssignedRows, Piece
-from penstock.graph.attention import Attention
+from penstock.graph.attention import AttentionBlocks
 from penstock.graph.batch import Batch
 from penstock.graph.cache import ExpertCache, NewCache
 from penstock.graph.calls import Calls
@@ -61,7 +61,7 @@ class Lowering:
         self.caches = {(c.layer, c.executor): new_cache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, self.caches)
         self._calls = Calls(self.layout, self._emit)
-        self._attention = Attention(self._calls, self._streams)
+        self._attention = AttentionBlocks(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
         self._asked = AskedUnits(self._calls)
         self._ffns = FfnCalls(self._calls, self._asked)

@@ -64,7 +64,8 @@ class KnownTask:
 
     def attend_cost(self, kind: Kind, batches: dict[int, Batch]) -> tuple[int, int]:
         layer, heads, kv_bytes_each, batch = kind
-        return ops.attend_cost(self.plan.target.spec.layers[layer].attention, heads, batches[batch], kv_bytes_each)
+        a, share = self.plan.target.spec.layers[layer].attention, self.plan.value_share
+        return ops.attend_cost(a, heads, batches[batch], kv_bytes_each, share)
 
 
 class _MovedCalls(Sequence[Call]):

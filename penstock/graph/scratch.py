@@ -78,7 +78,8 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     """Bytes of the scratch arena of an executor: the largest need of any op that it may run."""
     target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
     kv = frozenset(home.format for home in plan.kv)
-    need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv)
+    chosen = plan.context if plan.value_share < 1 else 0
+    need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv, chosen)
     for part in dict.fromkeys(_predictor_of(plan, p) for p in plan.predictors):
         need = max(need, scratch_native.predict_bytes(part, rows), _predict_bytes(part))
         need = max(need, scratch_gpu.predict_bytes(part, rows) if is_device(tier) else 0)
@@ -103,10 +104,11 @@ def _predict_bytes(part: Part) -> int:
 
 @lru_cache(maxsize=256)  # a planner asks for the same in hundreds of plans
 def _usual_bytes(
-    spec: ModelSpec, weights: Format, rows: int, logits_rows: int, page: int, kv: frozenset[Format]
+    spec: ModelSpec, weights: Format, rows: int, logits_rows: int, page: int, kv: frozenset[Format], chosen: int
 ) -> int:  # fmt: skip
     """Bytes of scratch that are enough for every op except a GPU's kernels. `page`: tokens of a page. `kv`: formats of
-    the KV cache."""
+    the KV cache. `chosen`: the most positions of a sequence, where attention reads the values of the best alone; else
+    0."""
     need = native_bytes(spec, weights, rows, logits_rows, kv)
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in _unlike(spec, weights):
@@ -139,5 +141,7 @@ def _usual_bytes(
         # A page of K and V as float32, scores and their exponentials [query_rows, page], running sums.
         padded = round_up(a.head_dim, _kv_lanes(kv)) if quantised else a.head_dim
         attend = 4 * (3 * page * padded + 3 * query_rows * page + 3 * query_rows * a.head_dim + 4 * query_rows)
+        # Scores of all positions, twice while they are ranked, of a row's queries, which go one row at a time.
+        attend += 3 * 4 * a.heads_per_kv * round_up(chosen, page)
         need = max(need, attend + 64 * _ALIGN)
     return need

@@ -30,6 +30,11 @@ def best_isa() -> tuple[str, str]:
     return isas[0], f"{isas[0]} kernels: the best of {', '.join(isas)} here"
 
 
+def chosen_isa(isa: str | None) -> tuple[str, str]:
+    """(the family to use: `isa`, or with None the best, the reason for the user)."""
+    return best_isa() if isa is None else (isa, f"{isa} kernels: asked for")
+
+
 def rounds_activations(weights: Format) -> bool:
     """Whether activations are rounded to int8 unless the user wants them exact. That costs int4 weights 0.06 % of
     perplexity. It would cost int8 weights 0.15 % (stories-260k), as much as their own rounding, so for those

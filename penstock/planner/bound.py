@@ -113,7 +113,7 @@ def _attention_s(plan: Plan, cost: Cost, p: _PassSize) -> Iterator[tuple[Lane, f
         layers = Counter(layer.attention for layer in plan.target.spec.layers[slice(*home.layers)])
         for a, count in layers.items():
             if not a.window:
-                flops = 4 * p.seqs * p.pairs * a.heads * a.head_dim
+                flops = (2 + 2 * plan.value_share) * p.seqs * p.pairs * a.heads * a.head_dim
                 rows = max(1, p.rows // p.seqs)
                 lane = kernels_of(home.attend)
                 yield lane, count * p.batches * cost.least_s(lane, "attend", home.format.kind, rows, 0, flops)

@@ -64,7 +64,7 @@ def _seconds(layout: Layout, home: KvHome, cost: Cost, position: int) -> tuple[f
     seqs = tuple(range(plan.batch_seqs))
     a, kind = plan.target.spec.layers[layer].attention, home.format.kind
     batch = Batch(0, seqs, (position,) * len(seqs), (1,) * len(seqs), ())
-    nbytes, flops = ops.attend_cost(a, a.kv_heads, batch, home.format.kv_bytes(a.head_dim))
+    nbytes, flops = ops.attend_cost(a, a.kv_heads, batch, home.format.kv_bytes(a.head_dim), plan.value_share)
     moved, ranges = layout.kv.moved(layer, batch, save=False)
     fresh, heads = layout.kv.fresh_bytes(layer, batch), 4 * len(seqs) * a.heads * a.head_dim
     link_s = cost.call_s(GPU.to_device, "kv_load", kind, nbytes=2 * moved)

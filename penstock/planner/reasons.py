@@ -85,6 +85,16 @@ def shared_pages(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def chosen_values(plan: Plan) -> tuple[str, ...]:
+    """Sentences about attention to the best positions alone, where there is."""
+    if plan.value_share == 1:
+        return ()
+    return (
+        f"a query reads all keys, and the values of its best {plan.value_share:.3g} of the positions alone",
+        "this is lossy (top-k): `penstock eval` prices it",
+    )
+
+
 _ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
@@ -109,9 +119,7 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
         if computed["lifted"]:
             told.append(lifts)
         if prompts and computed["by the CPU"]:
-            rows = plan.least_device_rows
-            of = f"a prompt of at least {rows} tokens" if rows > 1 else "a prompt"
-            told.append(f"where {of} is read, the device computes the CPU's share of FFNs too")
+            told.append("where a prompt is read, the device computes the CPU's share of FFNs too")
     kv, layers = plan.kv[0].format.name, len(plan.target.spec.layers)
     told.append(f"KV in {kv}, of {kv_layers(plan, GPU.executor)} of {layers} layers in device memory")
     return tuple(told)

@@ -159,7 +159,7 @@ class Binding(Moves):
         stored, tables, (keys, values) = self._cache(op, batch)
         attention.attend(
             self._arenas.array(op.q, np.float32, shape), keys, values, a, *self._plan.unit_rows(unit), stored, tables,
-            self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch), self._sinks(op),
+            self._arenas.array(op.a, np.float32, shape), self._scratch(op.scratch), self._sinks(op), op.value_share,
         )  # fmt: skip
 
     def _append(self, call: Call, op: ops.Append) -> None:

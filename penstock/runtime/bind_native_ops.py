@@ -42,7 +42,7 @@ class Native(NamedTuple):
 def native(isa: str | None, threads: int, exact: bool) -> Native:
     """The kernels of this instruction set; None: of the best one of this processor. Raises ValueError for one that
     this processor has not."""
-    chosen, reason = cpu.best_isa() if isa is None else (isa, f"{isa} kernels: asked for")
+    chosen, reason = cpu.chosen_isa(isa)
     return Native(_native.Compute(chosen, threads), exact, reason)
 
 
@@ -172,13 +172,16 @@ class NativeOps(Binding):
         """Whether a native kernel does the call."""
         if self._projects_out and isinstance(call.operands, ops.Norm) and call.operands.layer is None:
             return False
+        if isinstance(call.operands, ops.Attend) and call.operands.value_share < 1:
+            return False  # numpy's: the best positions are chosen there
         return call.op in self._natively
 
     @property
     def by_batches(self) -> bool:
         """numpy takes the numbers of rows from calls, and whoever hears of calls hears of theirs."""
         heard = self.on_route is not None or self.on_fired is not None
-        return "embed" in self._natively and not self._projects_out and not heard
+        chooses = self._plan.value_share < 1
+        return "embed" in self._natively and not self._projects_out and not heard and not chooses
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 

@@ -33,7 +33,7 @@ _KEPT = 16  # programs
 _KEPT_SHARE = 0.375
 
 
-class _Bound(NamedTuple):
+class _BoundPass(NamedTuple):
     """An open pass bound once. `first`: how many of its calls come before the program: rows of an embedding that are
     read from a disk. `demands`: by layer."""
 
@@ -50,7 +50,7 @@ class OpenPassRunner:
         self, plan: Plan, binding: NativeBinding, reader: DiskReader, arenas: Arenas, caches: Caches
     ) -> None:  # fmt: skip
         self._plan, self._binding, self._reader, self._arenas, self._caches = plan, binding, reader, arenas, caches
-        self._bound: dict[Shape, _Bound | None] = {}  # None: it has calls that no program has
+        self._bound: dict[Shape, _BoundPass | None] = {}  # None: it has calls that no program has
         self.loaded_bytes = 0  # by the latest pass
 
     def can(self, open_pass: OpenPass) -> bool:
@@ -142,7 +142,7 @@ class OpenPassRunner:
 
     # -- binding ----------------------------------------------------------------------------------------------
 
-    def _bind(self, open_pass: OpenPass) -> _Bound | None:
+    def _bind(self, open_pass: OpenPass) -> _BoundPass | None:
         binding, calls = self._binding, open_pass.calls
         first = next((i for i, call in enumerate(calls) if binding.is_native(call)), len(calls))
         if not all(binding.is_native(call) for call in calls[first:]) or any(m.at < first for m in open_pass.marks):
@@ -161,7 +161,7 @@ class OpenPassRunner:
                 self._open(program, marks.pop(0), demands)
             binding.record(program, call, tables)
         assert not marks, f"{marks[0]} is of no call"
-        return _Bound(first, program, demands, tables)
+        return _BoundPass(first, program, demands, tables)
 
     def _open(self, program: _native.Program, mark: Mark, demands: dict[int, _native.Demand]) -> None:
         demand, op = demands[mark.layer], mark.call.operands

@@ -16,9 +16,9 @@ from penstock.spec.machine import MachineSpec
 from penstock.store.files import read_text, write_bytes
 
 
-def machine_file(cache: Path) -> Path:
-    """The file that keeps this machine's figures."""
-    return cache / "machines" / f"{fingerprint()}.json"
+def machine_file(cache: Path, isa: str | None = None) -> Path:
+    """The file that keeps this machine's figures, with the kernels `isa` (None: with the best ones)."""
+    return cache / "machines" / f"{fingerprint(isa)}.json"
 
 
 def probed_file(file: Path) -> Path:
@@ -41,20 +41,22 @@ def load_or_probe(
     on_part: OnPart = lambda *_: None,
     tell: Tell = lambda _: None,
     kind: str = "int4",
+    isa: str | None = None,
 ) -> MachineSpec:
     """The machine as measured before, or measured now and kept. Its memory is always read afresh. `disk_folder`: lies
     on the disk to measure; None is `cache`. `whole`: by the whole probe, which takes a minute at most, also where the
     quick one has measured before, or a whole one had no time for all, however long ago. `on_part` and `tell`: as for
-    `probe_apart`. `kind`: the number format that the quick one measures. Raises StorageFailed where measuring fails."""
-    path = machine_file(cache)
+    `probe_apart`. `kind`: the number format that the quick one measures. `isa`: the family of kernels; None: the
+    best one. Raises StorageFailed where measuring fails."""
+    path = machine_file(cache, isa)
     known, begun = kept(path), begun_file(path)
     if known is not None and not (whole and (known.rough or begun.exists())):
         return with_memory(known)
-    machine = None if whole else quick_apart(disk_folder or cache, kind)
+    machine = None if whole else quick_apart(disk_folder or cache, kind, isa)
     if machine is None:
         if on_progress:
             on_progress("measuring this machine, once (a minute at most)", 0, 0)
-        machine = probe_apart(disk_folder or cache, on_part, tell=tell, kept=begun)
+        machine = probe_apart(disk_folder or cache, on_part, tell=tell, kept=begun, isa=isa)
     elif on_progress:
         on_progress("measured this machine, once, in haste: `penstock probe` takes a minute and foretells better", 0, 0)
     keep(path, machine)
@@ -80,9 +82,10 @@ def keep(path: Path, machine: MachineSpec) -> None:
     write_bytes(path, machines.dumps(machine).encode())
 
 
-def quick_apart(disk_folder: Path, kind: str) -> MachineSpec | None:
+def quick_apart(disk_folder: Path, kind: str, isa: str | None) -> MachineSpec | None:
     """Measures some figures in a process of its own, and has the rest of a machine that is alike
-    (`runtime/probe_quick`). `kind`: the number format to measure, if the probe knows it. None where that process fails,
-    as where no machine was measured that is alike."""
-    done = child.run("penstock.runtime.probe_quick", str(disk_folder), kind if kind in FORMATS else "int4")
+    (`runtime/probe_quick`). `kind`: the number format to measure, if the probe knows it. `isa`: the family of kernels;
+    None: the best one. None where that process fails, as where no machine was measured that is alike."""
+    measured = kind if kind in FORMATS else "int4"
+    done = child.run("penstock.runtime.probe_quick", str(disk_folder), measured, *([isa] if isa else []))
     return None if done.returncode else machines.loads(done.stdout, "the quick probe's answer")

@@ -27,7 +27,7 @@ from penstock.runtime.child import command
 from penstock.runtime.fit import Tell
 from penstock.runtime.probe_disk import UNIT_BYTES
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, ROW_OPS
-from penstock.runtime.probe_parts import READS, SHARED, Found, Part, key, part_of, parts
+from penstock.runtime.probe_parts import READS, SHARED, ProbeFindings, ProbePart, key, part_of, parts
 from penstock.runtime.probe_scaled import Ratios, profile, scaled, seconds
 from penstock.runtime.this_machine import of_this_machine
 from penstock.spec import codec
@@ -51,7 +51,7 @@ class Begun:
     """What a probe has found out so far. `at_s`: when, in seconds since 1970."""
 
     at_s: float = 0.0
-    parts: dict[str, Found] = field(default_factory=dict)
+    parts: dict[str, ProbeFindings] = field(default_factory=dict)
 
 
 def probe_apart(
@@ -79,7 +79,7 @@ def probe_apart(
             if "told" in said:
                 tell(said["told"])
             elif "ends" in said:
-                known[said["ends"]] = codec.from_json(Found, said["found"])
+                known[said["ends"]] = codec.from_json(ProbeFindings, said["found"])
                 if kept is not None:
                     _keep(kept, known)
     lacking = _lacking(known, wanted, formats, like)
@@ -99,13 +99,13 @@ def begun_in(file: Path) -> Begun:
     return Begun()
 
 
-def _keep(file: Path, known: dict[str, Found]) -> None:
+def _keep(file: Path, known: dict[str, ProbeFindings]) -> None:
     with suppress(OSError):  # then a probe that is broken off begins anew
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, codec.dumps(Begun(time.time(), known), _SCHEMA, _VERSION).encode())
 
 
-def _share(wanted: Sequence[Part], known: dict[str, Found], left_s: float, most_s: float) -> float:
+def _share(wanted: Sequence[ProbePart], known: dict[str, ProbeFindings], left_s: float, most_s: float) -> float:
     """The share of all work that is done. It goes on by the clock, as far as the part that is being measured."""
     done = [part.weight_s for part in wanted if part.name in known]
     going = next((part.weight_s for part in wanted if part.name not in known), 0.0)
@@ -117,7 +117,7 @@ def _share(wanted: Sequence[Part], known: dict[str, Found], left_s: float, most_
 class _Child:
     """The process that measures. It is ended with the block, or when its time is over."""
 
-    def __init__(self, arguments: Sequence[str], known: dict[str, Found], most_s: float) -> None:
+    def __init__(self, arguments: Sequence[str], known: dict[str, ProbeFindings], most_s: float) -> None:
         self._end_s = time.perf_counter() + most_s
         self._known = json.dumps(codec.to_json(known))
         self._arguments = arguments
@@ -190,14 +190,16 @@ def _pass_on(lines: IO[str], to: queue.SimpleQueue[str | None]) -> None:
     to.put(None)
 
 
-def _lacking(known: dict[str, Found], wanted: Sequence[Part], formats: Sequence[str], like: MachineSpec) -> list[Rate]:
+def _lacking(
+    known: dict[str, ProbeFindings], wanted: Sequence[ProbePart], formats: Sequence[str], like: MachineSpec
+) -> list[Rate]:
     """The rates of the machine `like` that the wanted parts should have found, and have not."""
     names, measured = {part.name for part in wanted}, {key(rate) for found in known.values() for rate in found.rates}
     return [rate for rate in like.rates if key(rate) not in measured and part_of(rate, formats) in names]
 
 
 def _late(
-    known: dict[str, Found], wanted: Sequence[Part], lacking: Sequence[Rate], formats: Sequence[str]
+    known: dict[str, ProbeFindings], wanted: Sequence[ProbePart], lacking: Sequence[Rate], formats: Sequence[str]
 ) -> list[str]:
     """The names of the parts that have not found everything."""
     names = {part_of(rate, formats) for rate in lacking}
@@ -206,7 +208,7 @@ def _late(
 
 
 def _machine(
-    folder: Path, known: dict[str, Found], lacking: Sequence[Rate], late: Sequence[str], like: MachineSpec
+    folder: Path, known: dict[str, ProbeFindings], lacking: Sequence[Rate], late: Sequence[str], like: MachineSpec
 ) -> MachineSpec:
     """The machine by what was found out; what is `lacking` is scaled from the machine `like`."""
     rates = [rate for found in known.values() for rate in found.rates]
@@ -230,7 +232,7 @@ def _machine(
     )
 
 
-def _ratios(rates: Sequence[Rate], known: dict[str, Found], like: MachineSpec) -> Ratios:
+def _ratios(rates: Sequence[Rate], known: dict[str, ProbeFindings], like: MachineSpec) -> Ratios:
     """How many times as long this machine takes as the profile's, by what was measured; 1 where nothing was."""
 
     def median(op: str, few: bool) -> float:

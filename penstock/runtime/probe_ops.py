@@ -53,7 +53,7 @@ ROW_OPS = ("gather", "embed", "norm", "merge")
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedOp:
     """One size of an op. `bytes`, `flops` and `seconds` are those of one call."""
 
     op: str
@@ -170,7 +170,7 @@ class Layers:
             fits = [*fits, again]
         return choose(straight(fits))
 
-    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[Timed]:
+    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[TimedOp]:
         """Mean times per op and size, over layers and repeats, after a round to warm up. Many rows are timed on two
         layers only: these are more than a cache holds, and take long."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
@@ -184,7 +184,7 @@ class Layers:
                 taken_s = time.perf_counter() - start_s
                 if repeat:
                     times.setdefault((call.op, call.bytes, call.flops), []).append(taken_s)
-        return [Timed(*key, _typical(taken)) for key, taken in times.items()]
+        return [TimedOp(*key, _typical(taken)) for key, taken in times.items()]
 
     def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
         """The pass's calls of these ops, each with a function that runs it natively, with little Python around."""
@@ -201,7 +201,7 @@ class Layers:
 
 
 def attention_rates(
-    lane: Lane, kv: str, time: Callable[[int, int], list[Timed]], decodes: Sequence[int], prefills: Sequence[int],
+    lane: Lane, kv: str, time: Callable[[int, int], list[TimedOp]], decodes: Sequence[int], prefills: Sequence[int],
     rows: int, tell: Tell, until_s: float = math.inf,
 ) -> list[Rate]:  # fmt: skip
     """The rates of attention over KV in one format: for one row at each position of `decodes`, and for `rows` rows from

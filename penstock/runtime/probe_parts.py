@@ -17,7 +17,7 @@ _OVERHEADS = ("task", "call", "pass")
 
 
 @dataclass(frozen=True)
-class Part:
+class ProbePart:
     """`weight_s`: its share of the time, as seconds on a machine with nothing else to do."""
 
     name: str
@@ -25,7 +25,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeFindings:
     """What a part found out. Rates that it had no time for are missing."""
 
     rates: tuple[Rate, ...] = ()
@@ -33,17 +33,17 @@ class Found:
     reads: tuple[Reads, ...] = ()
 
 
-def parts(formats: Sequence[str], kv_formats: Sequence[str]) -> tuple[Part, ...]:
+def parts(formats: Sequence[str], kv_formats: Sequence[str]) -> tuple[ProbePart, ...]:
     """In the order in which they are measured."""
     return (
-        Part(READS, 4.0),
-        *(Part(products(kind), 5.5) for kind in formats),
-        *(Part(attention(kv), 2.0) for kv in kv_formats),
-        Part(TASKS, 2.0),
-        Part(SMALL, 1.5),
-        Part(SHARED, 7.0),
-        Part(LOADS, 1.0),
-        Part(RAM, 0.5),
+        ProbePart(READS, 4.0),
+        *(ProbePart(products(kind), 5.5) for kind in formats),
+        *(ProbePart(attention(kv), 2.0) for kv in kv_formats),
+        ProbePart(TASKS, 2.0),
+        ProbePart(SMALL, 1.5),
+        ProbePart(SHARED, 7.0),
+        ProbePart(LOADS, 1.0),
+        ProbePart(RAM, 0.5),
     )
 
 

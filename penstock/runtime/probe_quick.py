@@ -43,12 +43,12 @@ _SMALL_READ, _LOADS = 64 * KIB, 4
 _PICKS = (8 * KIB, 64 * KIB)  # sizes of runs of neurons' records
 
 
-def quick_probe(folder: Path, kind: str) -> MachineSpec:
-    """Measures now, in this process. The disk is the one that holds `folder`; `kind`: the number format that is in use.
-    Raises StorageFailed."""
+def quick_probe(folder: Path, kind: str, isa: str | None = None) -> MachineSpec:
+    """Measures now, in this process. The disk is the one that holds `folder`; `kind`: the number format that is in use;
+    `isa`: the family of kernels, None for the best one. Raises StorageFailed."""
     threadpool_limits(1, user_api="blas")
     threads = host.usable_cpus()
-    isa, _ = cpu.best_isa()
+    isa = isa or cpu.best_isa()[0]
     like, kernels = profile(isa), native(isa, threads, exact=False)
     layers = Layers(parse_format(kind), Format("float16"), kernels, min(_MEMORY_BYTES, host.available_bytes() // 4))
     try:
@@ -102,6 +102,6 @@ def _repeated_s(measure: Callable[[], float], for_s: float) -> float:
 
 if __name__ == "__main__":
     try:
-        print(machines.dumps(quick_probe(Path(sys.argv[1]), sys.argv[2])))
+        print(machines.dumps(quick_probe(Path(sys.argv[1]), *sys.argv[2:])))
     except PenstockError as failure:
         sys.exit(failure.message)

@@ -28,7 +28,18 @@ from penstock.runtime.fit import Tell
 from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, LoadVisits, ProbeFile, disk_rates, probe_file
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS, Layers, kv_rates, product_rates
-from penstock.runtime.probe_parts import LOADS, RAM, READS, SHARED, SMALL, TASKS, Found, attention, parts, products
+from penstock.runtime.probe_parts import (
+    LOADS,
+    RAM,
+    READS,
+    SHARED,
+    SMALL,
+    TASKS,
+    ProbeFindings,
+    attention,
+    parts,
+    products,
+)
 from penstock.runtime.probe_reads import best_reads
 from penstock.runtime.probe_tasks import task_rates
 from penstock.spec.codec import from_json, to_json
@@ -44,7 +55,7 @@ Heard = Callable[[dict[str, Any]], None]  # gets what is printed as a line of JS
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFigures:
     """What to measure. `seconds`: in about so many. `known`: parts that are known already, and `reads`, where they have
     found how the disk is best read. `isa`: the instruction set of the kernels; None: the best one."""
 
@@ -57,7 +68,7 @@ class Wanted:
     isa: str | None = None
 
 
-def measure(wanted: Wanted, hear: Heard) -> None:
+def measure(wanted: WantedFigures, hear: Heard) -> None:
     """Measures now, in this process, and tells of each part as it begins and ends. Each part has its share of the time
     that is left; then it stops repeating. Raises StorageFailed."""
     threadpool_limits(1, user_api="blas")  # as a session does
@@ -75,7 +86,7 @@ def measure(wanted: Wanted, hear: Heard) -> None:
 
 
 class _Probe:
-    def __init__(self, wanted: Wanted, file: ProbeFile, tell: Tell) -> None:
+    def __init__(self, wanted: WantedFigures, file: ProbeFile, tell: Tell) -> None:
         self._wanted, self._file, self._tell = wanted, file, tell
         self._threads = host.usable_cpus()
         self._memory_bytes = min(RAM_BYTES, host.available_bytes() // 4)
@@ -83,20 +94,20 @@ class _Probe:
         self._loads = LoadVisits(file)
         self._read_by(wanted.reads)
         formats, kv_formats = wanted.formats, wanted.kv_formats
-        self._take: dict[str, Callable[[float], Found]] = {
+        self._take: dict[str, Callable[[float], ProbeFindings]] = {
             READS: self._reads,
             **{products(kind): self._products(kind, every_op=kind == formats[0]) for kind in formats},
             **{attention(kv): self._attention(kv) for kv in kv_formats},
-            TASKS: lambda _: Found(tuple(task_rates(self._kernels))),
-            SMALL: lambda until_s: Found(tuple(disk_rates(file, wanted.folder, tell, until_s))),
-            SHARED: lambda until_s: Found(
+            TASKS: lambda _: ProbeFindings(tuple(task_rates(self._kernels))),
+            SMALL: lambda until_s: ProbeFindings(tuple(disk_rates(file, wanted.folder, tell, until_s))),
+            SHARED: lambda until_s: ProbeFindings(
                 sharing=_sharing(file, self._kernels, self._memory_bytes, self._loads.between, until_s)
             ),
             LOADS: self._load_rates,
             RAM: self._ram,
         }
 
-    def take(self, name: str, until_s: float) -> Found:
+    def take(self, name: str, until_s: float) -> ProbeFindings:
         return self._take[name](until_s)
 
     def _read_by(self, reads: tuple[Reads, ...]) -> None:
@@ -104,34 +115,34 @@ class _Probe:
             if not each.most_bytes:
                 self._file.reader = new_reader(each.engine, each.depth, each.block_bytes)
 
-    def _reads(self, until_s: float) -> Found:
+    def _reads(self, until_s: float) -> ProbeFindings:
         found = best_reads(self._file.loads_s, until_s)
         self._read_by(found)
-        return Found(reads=found)
+        return ProbeFindings(reads=found)
 
-    def _products(self, kind: str, every_op: bool) -> Callable[[float], Found]:
-        def take(until_s: float) -> Found:
+    def _products(self, kind: str, every_op: bool) -> Callable[[float], ProbeFindings]:
+        def take(until_s: float) -> ProbeFindings:
             how = self._kernels, self._memory_bytes, self._tell, self._loads.between, until_s, every_op
-            return Found(tuple(product_rates(kind, *how)))
+            return ProbeFindings(tuple(product_rates(kind, *how)))
 
         return take
 
-    def _attention(self, kv: str) -> Callable[[float], Found]:
-        def take(until_s: float) -> Found:
+    def _attention(self, kv: str) -> Callable[[float], ProbeFindings]:
+        def take(until_s: float) -> ProbeFindings:
             found = kv_rates(kv, self._kernels, self._memory_bytes, self._tell, until_s)
             self._loads.between()
-            return Found(tuple(found))
+            return ProbeFindings(tuple(found))
 
         return take
 
-    def _load_rates(self, until_s: float) -> Found:
+    def _load_rates(self, until_s: float) -> ProbeFindings:
         self._loads.visit()
         while self._loads.visits < _LEAST_VISITS and time.perf_counter() < until_s:
             self._loads.visit()
-        return Found(tuple(self._loads.rates(self._tell, until_s)))
+        return ProbeFindings(tuple(self._loads.rates(self._tell, until_s)))
 
-    def _ram(self, _: float) -> Found:
-        return Found((Rate(CPU, "*", "*", 0.0, 1 / ram_read_bytes_per_s(self._threads)),))
+    def _ram(self, _: float) -> ProbeFindings:
+        return ProbeFindings((Rate(CPU, "*", "*", 0.0, 1 / ram_read_bytes_per_s(self._threads)),))
 
 
 def _sharing(
@@ -199,11 +210,11 @@ def _main(args: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, stop)
     folder, formats, kv_formats, seconds, *isa = args
     before = json.loads(sys.stdin.read() or "{}")
-    known = {name: from_json(Found, found) for name, found in before.items()}
+    known = {name: from_json(ProbeFindings, found) for name, found in before.items()}
     reads = known[READS].reads if READS in known else ()
     how = float(seconds), known.keys(), reads, isa[0] if isa else None
     try:
-        measure(Wanted(Path(folder), formats.split(","), kv_formats.split(","), *how), hear)
+        measure(WantedFigures(Path(folder), formats.split(","), kv_formats.split(","), *how), hear)
     except PenstockError as failure:
         hear({"failed": failure.message})
 

@@ -52,9 +52,10 @@ def cpu_name() -> str:
     return model_name[1].strip() if model_name else platform.machine()
 
 
-def fingerprint() -> str:
-    """Names everything that the figures depend on: processor, CPUs we may use, RAM to the GiB, and the native code."""
+def fingerprint(isa: str | None = None) -> str:
+    """Names everything that the figures depend on: processor, CPUs we may use, RAM to the GiB, and the native code, of
+    the kernels `isa` (None: of the best ones)."""
     hardware = f"{cpu_name()}-{host.usable_cpus()}cpu-{host.physical_bytes() >> 30}g"
     built = Path(_native.__file__).stat()
-    text = f"{hardware}-{cpu.best_isa()[0]}-{built.st_size:x}-{built.st_mtime_ns // 10**9:x}"
+    text = f"{hardware}-{isa or cpu.best_isa()[0]}-{built.st_size:x}-{built.st_mtime_ns // 10**9:x}"
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()

@@ -32,7 +32,7 @@ _WARM_PROMPT, _WARM_TOKENS = 16, 3
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRun:
     """How to measure. `prompt_tokens`, `output_tokens`: None for 64, or fewer where that would take too long.
     `repeats`: at most so many answers, and at least one. `seconds`: about so long for all of them."""
 
@@ -44,7 +44,7 @@ class Wanted:
 
 def bench(
     engine: Engine,
-    wanted: Wanted,
+    wanted: WantedRun,
     threads: int,
     on_progress: Progress | None = None,
 ) -> Result:
@@ -106,7 +106,7 @@ def weight_bytes(plan: Plan) -> int:
     return dense_bytes + sum(spec.layers[part.layer].active * part.least_bytes for part in experts)
 
 
-def _lengths(engine: Engine, ask: Ask, wanted: Wanted) -> Ask:
+def _lengths(engine: Engine, ask: Ask, wanted: WantedRun) -> Ask:
     """The ask with the lengths to run. Warms up first, for the first passes are slower; the time of a pass then tells
     how many there is time for. Raises BadRequest where the context is too small, or a single token is asked for."""
     plan = engine.plan

@@ -25,7 +25,7 @@ class Arrival(NamedTuple):
     output: int
 
 
-class Foretold(NamedTuple):
+class ForetoldRequest(NamedTuple):
     """Of a request: seconds that it waits for a sequence, until its first token, and until its last."""
 
     wait_s: float
@@ -48,10 +48,10 @@ class Newcomer(NamedTuple):
     tokens_per_s: float | None
 
 
-def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[Arrival]) -> list[Foretold]:
+def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[Arrival]) -> list[ForetoldRequest]:
     """What becomes of each request. `arrivals`: in the order in which they come."""
     scheduler = Scheduler(plan, prompt_rows, len(arrivals), _filler)
-    clock = Clock(scheduler, times, {})
+    clock = VirtualClock(scheduler, times, {})
     coming = 0
     while len(clock.end_s) < len(arrivals):
         while coming < len(arrivals) and arrivals[coming].at_s <= clock.now_s:
@@ -61,7 +61,7 @@ def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[
         if not clock.step():
             clock.now_s = arrivals[coming].at_s
     return [
-        Foretold(clock.begin_s[i] - a.at_s, clock.first_s[i] - a.at_s, clock.end_s[i] - a.at_s)
+        ForetoldRequest(clock.begin_s[i] - a.at_s, clock.first_s[i] - a.at_s, clock.end_s[i] - a.at_s)
         for i, a in enumerate(arrivals)
     ]
 
@@ -76,7 +76,7 @@ def newcomer(
     left            tokens that each of its requests will say after that pass
     """
     begin_s = now_s + _pass_s(scheduler.underway, times) / 2
-    clock = Clock(scheduler, times, left, begin_s)
+    clock = VirtualClock(scheduler, times, left, begin_s)
     scheduler.end([request for request, tokens in left.items() if tokens <= 0])
     number = max(left, default=-1) + 1
     clock.submit(number, _filler(number, 0, prompt), output, now_s)
@@ -114,7 +114,7 @@ def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]
     return found
 
 
-class Clock:
+class VirtualClock:
     """A scheduler and a clock that its passes move. Of each request that was submitted here: when it got a sequence,
     when it said its first token and when its last. `left`: tokens that requests which are there already will say.
     `rows`, `over`: rows of the latest pass, and the requests that ended in it."""

@@ -90,9 +90,10 @@ class Phase:
 @dataclass(frozen=True)
 class Run:
     """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
-    their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, and whether records
-    are asked for; runs of versions that did not keep it count as off. `at_s`: when it ended, in seconds since 1970; 0
-    for versions that did not keep it. `elsewhere`: the model lay on another disk than the one that was measured."""
+    their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, what share of values
+    attention reads if not all, and whether records are asked for; runs of versions that did not keep it count as off.
+    `at_s`: when it ended, in seconds since 1970; 0 for versions that did not keep it. `elsewhere`: the model lay on
+    another disk than the one that was measured."""
 
     figures: str
     plan: str
@@ -247,7 +248,8 @@ def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction,
 
 
 def _sparsity(plan: Plan) -> str:
-    return plan.sparsity + ", asked" * any(unit.asked for unit in plan.units)
+    chosen = f" top-k:{plan.value_share}" if plan.value_share < 1 else ""
+    return plan.sparsity + chosen + ", asked" * any(unit.asked for unit in plan.units)
 
 
 def _width(seen: list[tuple[float, float]]) -> Width:

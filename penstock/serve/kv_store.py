@@ -42,6 +42,8 @@ def store_key(plan: Plan, sums: bytes | None, exact: bool) -> bytes:
     about = [codec.to_json(plan.target.spec), plan.target.weights.name, tokens, plan.context, exact]
     if plan.sparsity in ("predict", "threshold"):  # what these leave out changes K and V of later layers
         about += [plan.sparsity, plan.levels]
+    if plan.value_share < 1:  # and so do values that attention leaves out
+        about.append(plan.value_share)
     about += [(home.format.name, home.attend) for home in plan.kv for _ in range(*home.layers)]
     return blake2b(_FORMAT + repr(about).encode() + blake2b(sums).digest(), digest_size=16).digest()
 

@@ -48,7 +48,8 @@ class LLM:
     checksum when it is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
     ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
     set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
-    for one float32 an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`.
+    for one float32 an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`. `attention`: "full", or for
+    instance "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy).
     `on_progress(text, done, total)`: is called while downloading, packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
@@ -67,6 +68,7 @@ class LLM:
         kv: str | None = None,
         kv_home: str | None = None,
         sparsity: str = "auto",
+        attention: str = "full",
         batch: int = 1,
         context: int | None = None,
         score_rows: int = DEFAULT_SCORE_ROWS,
@@ -97,6 +99,7 @@ class LLM:
             kv=kv,
             kv_home=kv_home,
             sparsity=sparsity,
+            attention=attention,
             score_rows=score_rows,
             use_device=device in ("cuda", "emulated"),
         )

@@ -16,7 +16,7 @@ from penstock.planner.solve.ours.ram import require_minimum
 from penstock.planner.solve.problem import Problem
 from penstock.runtime import host
 from penstock.runtime.device import Device, uses_device
-from penstock.runtime.device.choose import Chosen, choose
+from penstock.runtime.device.choose import ChosenDevice, choose
 from penstock.runtime.host import Progress
 from penstock.runtime.probe import load_or_probe, machine_file
 from penstock.serve.lately import Lately, as_runs_show
@@ -45,7 +45,7 @@ class Loading(Running):
     """
 
     machine: MachineSpec | None = None
-    device: str | Chosen = "auto"
+    device: str | ChosenDevice = "auto"
     cache: Path | None = None
     plan: Plan | None = None
     family: str | None = None
@@ -68,7 +68,7 @@ class Planned:
     ask: Ask
     how: Loading
     solved: Solved
-    chosen: Chosen
+    chosen: ChosenDevice
     machine_file: Path | None
     lately: Lately
     trace: RouterTrace | None
@@ -138,8 +138,9 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         require_minimum(settled, packed.spec, packed.weights, process_bytes, ask.host_memory_bytes, firing)
     machine, file = how.machine, None
     if machine is None:
-        machine = load_or_probe(how.cache_folder, on_progress, kind=packed.weights.kind)
-        file = machine_file(how.cache_folder)
+        isa = how.kernels if how.kernels != "reference" else None
+        machine = load_or_probe(how.cache_folder, on_progress, kind=packed.weights.kind, isa=isa)
+        file = machine_file(how.cache_folder, isa)
     chosen = how.device
     if isinstance(chosen, str):
         chosen = choose(chosen, machine, ask.device_memory_bytes, how.cache_folder, on_progress)
@@ -195,7 +196,7 @@ def _of_family(family: str, problem: Problem) -> Plan:
 
 
 def _as_given(
-    plan: Plan, ask: Ask, packed: Packed, chosen: Chosen, firing: Firing | None, trace: RouterTrace | None
+    plan: Plan, ask: Ask, packed: Packed, chosen: ChosenDevice, firing: Firing | None, trace: RouterTrace | None
 ) -> Solved:
     """A given plan with its prediction. It is held to the same limit as a plan that is made here: where it counts fewer
     bytes for the process itself than such a plan would, the difference is added. Raises BadRequest, DoesNotFit."""

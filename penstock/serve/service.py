@@ -35,14 +35,14 @@ from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
-from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
 _SAVING_S = 10.0  # in which pages are still kept when the service ends
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request that has not ended."""
 
     reply: Reply | Pooled
@@ -82,7 +82,7 @@ class Service:
         self._keeper = Keeper(engine.session, store)
         swaps = swaps and store is not None
         self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, self._keeper.stored, swaps, mixed)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
@@ -146,7 +146,7 @@ class Service:
             number = self._next_id
             self._scheduler.submit(number, ids, priority, now_s, owner, scores, most, pools)
             self._next_id += 1
-            self._open[number] = _Open(reply, tell, priority, now_s, now_s)
+            self._open[number] = _OpenRequest(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
             if self._thread is None and self._threaded:
                 self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
@@ -413,9 +413,9 @@ class Service:
                 if tokens > request.tokens:
                     self._time(request)
                     scores = None if request.tokens else answer.prompt_scores
-                    told.append((request.tell, Piece(piece, tuple(answer.logprobs[-1:]), scores)))
+                    told.append((request.tell, AnswerPiece(piece, tuple(answer.logprobs[-1:]), scores)))
                 elif piece:  # the schema ended the answer
-                    told.append((request.tell, Piece(piece)))
+                    told.append((request.tell, AnswerPiece(piece)))
                 request.tokens = tokens
                 if reply.finished:
                     ended[r.request] = Ended(answer)
@@ -429,7 +429,7 @@ class Service:
         """The ids of a request's prompt and answer from a position on, int32 [count]."""
         return self._open[number].reply.rows(start, count)
 
-    def _time(self, request: _Open) -> None:
+    def _time(self, request: _OpenRequest) -> None:
         """Notes when a token of the request came."""
         answer, now_s = request.reply.answer, time.perf_counter()
         if len(answer.token_ids) == 1:

@@ -11,7 +11,7 @@ from penstock.serve.log_probabilities import Likely
 from penstock.serve.scores import Scores
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What a token adds to an answer: the text that has become certain, often all of it, sometimes none. `likely`: the
     token's log probability, where it was asked for. `prompt_scores`: those of the prompt, with the first token only."""
 
@@ -36,5 +36,5 @@ class Cancelled(NamedTuple):
     """The request has left, as it was asked to. Nothing is told after this."""
 
 
-Told = Piece | Ended | Failed | Cancelled
+Told = AnswerPiece | Ended | Failed | Cancelled
 Tell = Callable[[Told], None]

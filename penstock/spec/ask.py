@@ -33,7 +33,9 @@ class Ask:
     `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
     alone. `sparsity`: one of SPARSITIES. `score_rows`: prompts are scored now and then, so
     many rows a pass at least; each takes memory for its
-    logits. `use_device`: where there is a device, plans that do not use it are left out.
+    logits. `use_device`: where there is a device, plans that do not use it are left out. `attention`: "full", or
+    "top-k:SHARE", by which a query sees all keys, but the values of its best positions alone (FlexGen §4); then KV lies
+    where attention runs.
 
     Raises BadRequest for a value that no plan could have.
     """
@@ -54,12 +56,18 @@ class Ask:
     kv_tokens: int | None = None
     sparsity: str = "auto"
     grow_context: bool = False
+    attention: str = "full"
 
     def __post_init__(self) -> None:
         if self.objective not in ("latency", "throughput"):
             raise BadRequest(f"objective {self.objective!r} should be latency or throughput")
         if self.kv_home not in (None, "memory", "disk"):
             raise BadRequest(f"KV home {self.kv_home!r} should be memory or disk")
+        if self.value_share < 1 and self.kv_home == "disk":
+            raise BadRequest(
+                f"attention {self.attention} reads single values where attention runs, and KV on a disk comes in whole"
+                " pages: it goes with KV in memory"
+            )
         if self.sparsity not in SPARSITIES:
             raise BadRequest(f"sparsity {self.sparsity!r} should be one of {', '.join(SPARSITIES)}")
         for name in ("prompt_tokens", "output_tokens", "batch", "context", "kv_tokens"):
@@ -77,6 +85,25 @@ class Ask:
                 raise BadRequest(f"{name} is {value}; it should be from 0 to 2**63")
         if self.kv is not None:
             parse_format(self.kv).check_kv()
+
+    @property
+    def value_share(self) -> float:
+        """Of the positions that a query sees, the share whose values count (`Plan.value_share`). Raises BadRequest."""
+        return value_share(self.attention)
+
+
+def value_share(attention: str) -> float:
+    """The share that "top-k:SHARE" names; 1 for "full". Raises BadRequest for anything else."""
+    if attention == "full":
+        return 1.0
+    name, colon, text = attention.partition(":")
+    try:
+        share = float(text) if name == "top-k" and colon else 0.0
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise BadRequest(f"attention {attention!r} should be full, or top-k: and a share, such as top-k:0.1")
+    return share
 
 
 def check_device(name: str) -> None:

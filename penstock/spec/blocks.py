@@ -39,7 +39,7 @@ A line is a word of 4 bytes of each row. Columns 4l + b of a group, l = 0 … 7,
     iq4_xs   4                table    6 bits a scale, which is 32 less; d                             4.25
 
     Of the last six, scale = d * (the integer scale), minimum = dmin * (the integer minimum). q8_0 keeps a signed byte
-    plus 128. Tables have 128 added too, so that all codes are unsigned where they are multiplied.
+    plus 128. Tables have 128 added too (that of mxfp4 12), so that all codes are unsigned where they are multiplied.
 
 Integer scales of S = 256 columns are packed as in the file's own header, whose bytes 4w … 4w + 3 are word w of the row:
 
@@ -124,7 +124,7 @@ BLOCKS = MappingProxyType({
     "q5_1": Blocks(32, 24, 4, 1, 32, 2),
     "q8_0": Blocks(32, 34, 8, 0, 32, 1, 128),
     "iq4_nl": Blocks(32, 18, 4, 0, 32, 1, 128),
-    "mxfp4": Blocks(32, 17, 4, 0, 32, 0, 128),
+    "mxfp4": Blocks(32, 17, 4, 0, 32, 0, 12),
     "q2_k": Blocks(256, 84, 2, 0, 16, 2),
     "q3_k": Blocks(256, 110, 2, 1, 16, 1, 4),
     "q4_k": Blocks(256, 144, 4, 0, 32, 2, integers=2),

@@ -172,6 +172,8 @@ class Plan:
     hole_bytes      of what is asked for, holes of at most so many bytes are read through
     levels          with `sparsity` threshold: of each layer what counts as zero is below it
     device_rows     by layer, of those in which a device and the CPU share the rows of prompts
+    value_share     below 1, attention reads the values of a query's best positions alone: of n positions that a row
+                    sees, of those ceil(value_share · n) with the largest scores (FlexGen §4, sparse attention)
     """
 
     models: tuple[PlanModel, ...]
@@ -200,6 +202,7 @@ class Plan:
     hole_bytes: int = 0
     levels: tuple[float, ...] = ()
     device_rows: tuple[DeviceRows, ...] = ()
+    value_share: float = 1.0
 
     @property
     def least_device_rows(self) -> int:

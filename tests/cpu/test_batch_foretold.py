@@ -120,3 +120,10 @@ def test_beginnings() -> None:
     assert known.shared(5, [*first[:70], 3, 4]) == 70 and known.shared(5, first) == 100
     assert known.shared(6, [*first[:70], 3]) == 0
     assert known.shared(5, [2**40]) == 0
+
+
+def test_it_says_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+    in_passes(PLAN, TIMES, [line(30, 5)] * 40, 3, lambda _, done, total: told.append((done, total)))
+    assert len(told) > 3 and told[0] == (0, 40)
+    assert all(a[0] <= b[0] <= 40 == b[1] for a, b in pairwise(told))

@@ -226,6 +226,38 @@ def test_functions_of_a_response_in_two_turns(server: Server) -> None:
     assert client.responses.create(input=turns, max_output_tokens=5, **asked).usage.output_tokens  # type: ignore[union-attr]
 
 
+def test_calls_into_a_namespace(server: Server) -> None:
+    client = server.client()
+    inner = {"type": "function", "name": "count", "description": "Legs.", "parameters": LEGS}
+    tools: list[Any] = [{"type": "namespace", "name": "legs", "description": "Of legs.", "tools": [inner]}]
+    asked: dict[str, Any] = {
+        "model": "tale", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0,
+        "input": [{"role": "user", "content": "Once upon a time"}],
+        "extra_body": {"client_metadata": {"turn_id": "1"}},
+    }  # fmt: skip
+    (call,) = client.responses.create(max_output_tokens=120, **asked).output
+    assert call.type == "function_call" and 0 <= json.loads(call.arguments)["legs"] <= 9
+    assert (call.name, call.model_dump().get("namespace")) == ("count", "legs")
+    events = list(client.responses.create(max_output_tokens=120, stream=True, **asked))
+    (item,) = events[-1].response.output
+    assert (item.name, item.model_dump().get("namespace"), item.arguments) == ("count", "legs", call.arguments)
+    asked["input"] = [
+        *asked["input"], call.model_dump(exclude_none=True),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "4"},
+    ]  # fmt: skip
+    asked["tool_choice"] = "none"
+    assert client.responses.create(max_output_tokens=5, **asked).usage.output_tokens
+
+
+def test_a_keyword_that_cannot_be_held_is_refused_of_strict_tools_alone(claude: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"legs": {"type": "object", "propertyNames": {"maxLength": 2}}}}
+    asked: dict[str, Any] = {"model": "tale", "max_tokens": 5, "messages": QUESTION}
+    tool: dict[str, Any] = {"name": "a", "input_schema": schema}
+    assert claude.messages.create(tools=[tool], **asked).usage.output_tokens
+    with pytest.raises(anthropic.BadRequestError, match="propertyNames"):
+        claude.messages.create(tools=[{**tool, "strict": True}], **asked)
+
+
 def test_a_client_that_goes_leaves_nothing(llama: ollama.Client, claude: anthropic.Anthropic, server: Server) -> None:
     for stream in (
         llama.chat(model="tale", messages=QUESTION, stream=True),

@@ -16,7 +16,7 @@ from penstock.kernels import cpu
 from penstock.runtime.fit import Fit, straight
 from penstock.runtime.probe_apart import Begun, _keep, begun_in, probe_apart
 from penstock.runtime.probe_ops import FORMATS, KV_FORMATS
-from penstock.runtime.probe_parts import LOADS, RAM, READS, SHARED, Found, part_of, parts
+from penstock.runtime.probe_parts import LOADS, RAM, READS, SHARED, ProbeFindings, part_of, parts
 from penstock.runtime.probe_scaled import profile
 from penstock.spec.machine import USUAL_READS
 
@@ -24,12 +24,12 @@ LIKE = profile(cpu.best_isa()[0])
 NAMES = [part.name for part in parts(FORMATS, KV_FORMATS)]
 
 
-def known(*without: str) -> dict[str, Found]:
+def known(*without: str) -> dict[str, ProbeFindings]:
     """What a probe of the profile's machine would have found, but for some parts."""
     of = {name: tuple(r for r in LIKE.rates if part_of(r, FORMATS) == name) for name in NAMES if name not in without}
-    found = {name: Found(rates) for name, rates in of.items()}
-    found |= {READS: Found(reads=(USUAL_READS,))} if READS in found else {}
-    return found | ({SHARED: Found(sharing=LIKE.sharing)} if SHARED in found else {})
+    found = {name: ProbeFindings(rates) for name, rates in of.items()}
+    found |= {READS: ProbeFindings(reads=(USUAL_READS,))} if READS in found else {}
+    return found | ({SHARED: ProbeFindings(sharing=LIKE.sharing)} if SHARED in found else {})
 
 
 def test_every_rate_belongs_to_a_part() -> None:
@@ -40,7 +40,7 @@ def test_it_goes_on_with_what_is_lacking(tmp_path: Path) -> None:
     """A part that had no time for all of its rates is measured again, too."""
     kept, seen = tmp_path / "kept.json", list[str]()
     found = known(RAM)
-    found[LOADS] = Found(found[LOADS].rates[:1])
+    found[LOADS] = ProbeFindings(found[LOADS].rates[:1])
     _keep(kept, found)
     machine = probe_apart(tmp_path, lambda name, *_: seen.append(name), kept=kept)
     assert set(seen) - {""} <= {LOADS, RAM}

@@ -15,7 +15,7 @@ from penstock.planner.solve import solve
 from penstock.runtime import probe as probes
 from penstock.runtime.probe import kept, load_or_probe, machine_file
 from penstock.runtime.probe_apart import Begun, _keep, begun_in
-from penstock.runtime.probe_parts import Found
+from penstock.runtime.probe_parts import ProbeFindings
 from penstock.runtime.probe_quick import Ratios, profile, quick_probe, scaled
 from penstock.serve.history import error_band
 from penstock.serve.planning import describe
@@ -95,7 +95,7 @@ def test_a_probe_that_had_no_time_for_all_goes_on_however_late(tmp_path: Path, m
     file = machine_file(tmp_path)
     begun = probes.begun_file(file)
     probes.keep(file, late)
-    _keep(begun, {"int8 products": Found()})
+    _keep(begun, {"int8 products": ProbeFindings()})
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 90_000)
     assert begun_in(begun) == Begun() and load_or_probe(tmp_path).source == late.source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import re
 import subprocess
 import sys
 import weakref
@@ -19,6 +18,7 @@ from penstock.cli.demo import MODEL
 from penstock.errors import BadRequest
 from tests.cpu.commands import ROOT, machine_cache
 from tests.cpu.engines import make_model
+from tools.wheel.sample import examples, program
 
 BRIEF = SamplingParams(max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, n=3)
@@ -129,11 +129,6 @@ def test_tasks_share_a_model(llm: LLM) -> None:
     asyncio.run(work())
 
 
-def examples() -> list[str]:
-    page = (ROOT / "docs/PYTHON.md").read_text()
-    return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-
-
 def test_every_example_of_the_page_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.serve.llm.default_cache", lambda: cache)
     monkeypatch.setattr("penstock.serve.planning.default_cache", lambda: cache)
@@ -143,19 +138,10 @@ def test_every_example_of_the_page_runs(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_types_of_every_example_are_right(tmp_path: Path) -> None:
-    more = """
-two: list[list[int]] = [[1], [2]]
-with LLM(MODEL) as again:
-    again.generate(two)
-    again.generate([1, 2])
-    again.generate("He said", SamplingParams(stop="a", json_schema={"type": "object"}))
-    again.generate(("He", "said"), SamplingParams(stop=["a", "b"], logit_bias=[(1, -1.5)]))
-    again.chat([[{"role": "user", "content": "who?"}], [{"role": "user", "content": "you?"}]])
-"""
-    program = tmp_path / "program.py"
-    program.write_text("\n".join(["MODEL = 'm'", *examples(), more]))
+    written = tmp_path / "program.py"
+    written.write_text(program("m"))
     found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mypy", "--strict", written], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stdout
 

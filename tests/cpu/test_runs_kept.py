@@ -122,6 +122,25 @@ def test_other_threads_and_machines_say_nothing(model: Path, cache: Path, capsys
     assert runs(machine_file(cache), MACHINE) == []
 
 
+def test_a_family_of_kernels_has_figures_of_its_own(
+    model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    isa, flags = "portable", ("--isa", "portable", "--cache", cache)
+    file = machine_file(cache, isa)
+    assert file != machine_file(cache)
+    file.write_text(machines.dumps(MACHINE))
+    told = here(capsys, "plan", model, "--why", *flags)
+    assert "portable kernels: asked for" in told.out and "portable kernels: asked for, of " in told.err
+    told = here(capsys, "run", model, "ab", "--why", *FLAGS, *flags)
+    assert told.code == 0 and "portable kernels: asked for" in told.err
+    assert len(runs(file, MACHINE)) == 1 and runs(machine_file(cache), MACHINE) == []
+    for command in (("plan", model), ("run", model, "ab"), ("bench", "ops", model)):
+        refused(
+            here(capsys, *command, "--isa", "sse", "--json", "--cache", cache),
+            "--isa sse: this processor and build have",
+        )
+
+
 @pytest.mark.parametrize("args", [(), ("ops",), ("nothing",), ("ops", "--calibrate"), ("ops", "--undo")])
 def test_bench_says_what_it_wants(args: tuple[str, ...], call: Call) -> None:
     refused(call("bench", *args))

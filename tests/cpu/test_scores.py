@@ -21,7 +21,7 @@ from penstock.serve.log_probabilities import log_softmax
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
 from penstock.serve.service import Service
-from penstock.serve.told import Ended, Piece
+from penstock.serve.told import AnswerPiece, Ended
 from tests.cpu.engines import load, make_model
 from tests.cpu.test_serve import CONTEXT, Server, serving
 from tests.cpu.test_service import SEQS, Heard, plans, prompts
@@ -195,7 +195,7 @@ def test_first_pieces_bring_the_prompts_scores(folder: Path) -> None:
         heard = Heard()
         s.submit([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1), heard.tell)
         told = [heard.next() for _ in range(4)]
-        assert [isinstance(each, Piece) and each.prompt_scores is not None for each in told] == [
+        assert [isinstance(each, AnswerPiece) and each.prompt_scores is not None for each in told] == [
             True,
             False,
             False,

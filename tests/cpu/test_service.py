@@ -21,7 +21,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import QueueFull
 from penstock.serve.service import Service
-from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Told
 from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import open_packed
@@ -69,7 +69,7 @@ class Heard:
     def end(self) -> tuple[str, Told]:
         """The text of all pieces, and what came last."""
         text = ""
-        while isinstance(told := self.next(), Piece):
+        while isinstance(told := self.next(), AnswerPiece):
             text += told.text
         assert self._told.empty()
         return text, told

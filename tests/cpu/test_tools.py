@@ -19,7 +19,7 @@ from penstock.serve.guides import Guides
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, offered
-from penstock.serve.tools.reading import Call
+from penstock.serve.tools.reading import ToolCall
 from penstock.serve.tools.writing import WRITINGS
 from tests.cpu.test_guides import byte_level, sentencepiece
 from tests.cpu.test_serve import Server, serving
@@ -91,7 +91,7 @@ def test_each_template(path: Path, special: bool, tmp_path: Path) -> None:
         writing = tokenizer.writing
         assert (writing is None) == (source.count("tools") == 0 or "R1-Distill" in path.name)
         with closing(Guides(tokenizer, tokenizer.size, lambda: 1 << 30)) as guides:
-            calls = [Call("get_weather", '{"city": "Ulm"}'), Call("count_legs", '{"legs": 4}')]
+            calls = [ToolCall("get_weather", '{"city": "Ulm"}'), ToolCall("count_legs", '{"legs": 4}')]
             calls = calls if first.writing.between is not None else calls[:1]
             text = written(first.writing, "", calls)
             thought = "so</think>\n\n" if first.thinking else ""
@@ -106,13 +106,15 @@ def test_each_template(path: Path, special: bool, tmp_path: Path) -> None:
                 assert follows(first, guides, tokenizer, quoted + "Well.") == (not special_head)
             for bad in ('{"city": 3}', '{"town": "Ulm"}'):
                 assert not follows(
-                    first, guides, tokenizer, thought + written(first.writing, "", [Call("get_weather", bad)])
+                    first, guides, tokenizer, thought + written(first.writing, "", [ToolCall("get_weather", bad)])
                 )
-            assert not follows(first, guides, tokenizer, thought + written(first.writing, "", [Call("other", "{}")]))
+            assert not follows(
+                first, guides, tokenizer, thought + written(first.writing, "", [ToolCall("other", "{}")])
+            )
             must = chat_of(tokenizer, TALK[:1], tools.only("count_legs"))
             thought = "so</think>\n\n" if must.thinking else ""
             assert follows(
-                must, guides, tokenizer, thought + written(first.writing, "", [Call("count_legs", '{"legs": 4}')])
+                must, guides, tokenizer, thought + written(first.writing, "", [ToolCall("count_legs", '{"legs": 4}')])
             )
             for bad in ("It rains.", written(first.writing, "", calls)):
                 assert not follows(must, guides, tokenizer, thought + bad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -17,6 +16,7 @@ from bench.papers.__main__ import PREDICTORS, main
 from bench.papers.compare import (
     MEDIAN,
     SMALLER_IS_BETTER,
+    SPEEDS,
     LeftOut,
     Predicted,
     Row,
@@ -24,25 +24,30 @@ from bench.papers.compare import (
     is_far_off,
     memory_ratio_median,
     model_of,
+    not_reproducible,
     once,
-    require_plans,
     respects,
     speed_ratio_median,
+    undone_by,
     untested_causes,
 )
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
-from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published, cause_of
+from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, Published, cause_of
 from bench.papers.report import page, plot, text
+from bench.papers.stand_ins import STAND_INS, dense, sparing, wanted
 from bench.papers.traits import KINDS, TRAITS, Traits, applied, fitting_tables, of_system
 from penstock.errors import DoesNotFit
-from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
 from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.solve import pipo
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.spec.parts import parts
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
+
+# Far-off rows whose cause is told, but whose undoing does not bring them within 1.5: docs/PAPERS.md says which.
+UNTESTED = {"PIPO": 12, "FlexGen": 7, "ScheInfer": 6, "PowerInfer": 12}
 
 
 @cache
@@ -84,13 +89,15 @@ def test_figures_that_break_physics_are_not_in_the_median() -> None:
     assert (speed_ratio_median(found, built=True), speed_ratio_median(found, built=False)) == (3.0, 4.0)
     assert [row.far_off for row in found] == [True, False]
     judging = "–" if found[0].figure.table in fitting_tables("PIPO") else "3.00"
-    assert f"| PIPO | 1 | 3.00 | {judging} | 4.00 | – | 1 | 1 | 1 |" in page(found, left_out, (), ())
+    assert f"| PIPO | 1 | 3.00 | {judging} | 4.00 | – | 1 | {untested_causes(found)} | 0 | 1 |" in page(
+        found, left_out, (), ()
+    )
     assert "**!** bound 1.5" in page(found, left_out, (), ())
 
 
 def test_above_one_is_promised_too_fast_of_times_as_of_speeds() -> None:
     speed, seconds, memory = (
-        Row(replace(FIGURES[0], metric=metric, value=2.0), predicted, predicted / 2, None, True, True, False, "")
+        Row(replace(FIGURES[0], metric=metric, value=2.0), predicted, predicted / 2, None, True, True, None, "")
         for metric, predicted in (("throughput", 3.0), ("ttft_s", 1.0), ("host_gb", 1.0))
     )
     assert [each.speed_ratio(built=False) for each in (speed, seconds, memory)] == [1.5, 2.0, None]
@@ -114,13 +121,22 @@ def test_every_figure_is_there_or_left_out() -> None:
     found, left_out = compared()
     assert len(found) + len(left_out) == sum(figure.paper in PREDICTORS for figure in FIGURES)
     for figure, cause in ((each.figure, each.cause) for each in left_out):
-        assert ("experts" in cause) == (figure.model == "mixtral-8x7b"), figure  # no dense model is refused
+        assert "experts" not in cause, figure
         if figure.paper == "PIPO":
-            assert figure.setting in NOT_PREDICTED or cause
-            assert (figure.model in UNSUPPORTED) == (cause == "latent attention")
+            assert figure.setting in NOT_PREDICTED
+    assert all(figure.model not in STAND_INS or figure.metric not in SPEEDS for figure in absent_of(left_out))
 
 
 # -- models with experts --------------------------------------------------------------------------------
+
+
+def absent_of(left_out: tuple[LeftOut, ...]) -> list[Published]:
+    """Figures without a prediction, but for spreads over tokens and what runs on another machine."""
+    return [
+        each.figure
+        for each in left_out
+        if "percentile" not in each.figure.setting and "A100" not in each.figure.against
+    ]
 
 
 def mixtral() -> Published:
@@ -128,43 +144,41 @@ def mixtral() -> Published:
     return row
 
 
-def test_what_the_planner_refuses_is_left_out_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
+def test_what_the_planner_refuses_is_left_out_with_its_words() -> None:
+    def predictor(row: Published, traits: Traits) -> Predicted | None:
         raise DoesNotFit("too little", tier="gpu0", need_bytes=2, have_bytes=1, minimum_bytes=2)
 
-    monkeypatch.setattr(comparing, "candidates", planner)
-    (found,) = compare([mixtral()], PREDICTORS, TRAITS)[1]
+    (found,) = compare([mixtral()], {"PIPO": predictor}, TRAITS)[1]
     assert found == LeftOut(mixtral(), "too little")
     assert found.to_json()["predicted"] is None and found.to_json()["cause"] == "too little"
-    shown = page((Row(FIGURES[0], 1.0, 1.0, None, True, True, False, ""),), (found,), (), ())
+    shown = page((Row(FIGURES[0], 1.0, 1.0, None, True, True, None, ""),), (found,), (), ())
     assert "Not predicted: appendix C.4, weights on disk, KV on the device (mixtral-8x7b: too little)." in shown
 
 
-def test_a_row_is_predicted_once_the_planner_has_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of that solver: others do not stand in for it."""
-    asked = []
-
-    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
-        asked.append(problem.ask.use_device)
-        plan = pipo.plan(problem, Configuration("disk0", "overlapped", 0.0), "gpu0", 512)
-        yield Candidate(name, plan, ())
-
-    monkeypatch.setattr(comparing, "candidates", planner)
-    simulated.cache_clear()
-    name = "experts with the CPU"
-    assert [each.cause for each in compare([mixtral()], PREDICTORS, TRAITS)[1]] == [
-        "for experts beside a device the planner has no plans of PIPO"
-    ]
-    name = pipo.NAMES["overlapped"]
-    (row,), left_out = compare([mixtral()], PREDICTORS, TRAITS)
-    assert left_out == () and asked == [True] * 3 and 0 < row.predicted < row.figure.value
-    assert row.respects_physics and "batch 4 assumed" in row.note
-    simulated.cache_clear()
+def test_a_dense_model_stands_for_the_experts_that_rows_go_to() -> None:
+    """Mixtral: one row reads 2 of 8 experts, many rows all of them, and each row is multiplied by 2."""
+    spec = model_of("mixtral-8x7b")[0]
+    assert [dense(spec, rows).layers[0].ffns[0].neurons / 14336 for rows in (1, 1024, 0)] == [2, 8, 8]
+    routed = spec.layers[0].routed
+    assert routed is not None and wanted(routed, 2) == pytest.approx(2 + 2 * 6 / 8)
+    machine = comparing.machine_of("laptop-rtx3060-6gb")
+    for rows, share in ((1, 1.0), (1024, 0.25)):
+        there = sparing(machine, spec, rows)
+        for lane in ("gpu0", "host"):
+            before, after = (each.rate(lane, "ffn", "int4", rows) for each in (machine, there))
+            assert after.s_per_flop == pytest.approx(share * before.s_per_flop)
+            assert after.s_per_byte == before.s_per_byte
+            assert there.rate(lane, "qkv", "int4", rows) == machine.rate(lane, "qkv", "int4", rows)
 
 
-def test_dense_models_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(comparing, "candidates")
-    require_plans(Problem(Ask(), LLAMA_1B, parse_format("int4"), WITH_DEVICE), "PIPO")
+def test_stand_ins_have_the_weights_that_are_published() -> None:
+    published = {"deepseek-r1-671b": 671.0, "bamboo-7b": 7.25, "falcon-relu-40b": 41.3}
+    assert set(published) == set(STAND_INS)
+    for name, thousands_of_millions in published.items():
+        spec, _ = model_of(name)
+        weights = sum(part.weights_of(0, part.granules) for part in parts(spec, parse_format("int8")))
+        assert weights / 1e9 == pytest.approx(thousands_of_millions, rel=0.002), name
+        assert spec.fires == (name != "deepseek-r1-671b")
 
 
 def test_a_bound_counts_the_experts_of_a_token() -> None:
@@ -208,10 +222,10 @@ def test_traits_are_of_kinds_and_have_sources() -> None:
 
 
 def test_half_of_the_tables_fit() -> None:
-    for paper in ("PIPO", "FlexGen"):
+    for paper in ("PIPO", "FlexGen", "ScheInfer"):
         tables = {figure.table for figure in FIGURES if figure.paper == paper}
         assert fitting_tables(paper) < tables and len(fitting_tables(paper)) == (len(tables) + 1) // 2
-    assert fitting_tables("ScheInfer") == fitting_tables("PowerInfer") == frozenset()  # nothing is fitted there
+    assert fitting_tables("PowerInfer") == frozenset()  # nothing is fitted there
 
 
 def test_each_kind_changes_what_it_names() -> None:
@@ -235,7 +249,8 @@ def test_an_ablation_has_a_prediction_of_each_part() -> None:
     parts = [row for row in rows() if row.figure.table.startswith("Figure 9")]
     assert [row.is_policy for row in parts] == [False, False, True]
     built = [row.as_built for row in parts]
-    assert 1 < built[0] < built[1] < built[2] and len({row.predicted for row in parts}) == 1
+    # Of a pass from the disk kernels take no time that is seen, as the traits have them.
+    assert 1 < built[0] < built[1] < 1.05 * built[2] and len({row.predicted for row in parts}) == 1
 
 
 def test_a_cause_that_is_told_is_undone() -> None:
@@ -245,16 +260,42 @@ def test_a_cause_that_is_told_is_undone() -> None:
     for row in tested[:: max(1, len(tested) // 8)]:
         why = cause_of(row.figure)
         assert why is not None
-        named = tuple(trait for trait in TRAITS if trait.kind in why.kinds)
-        undone = PREDICTORS[row.figure.paper](row.figure, named)
-        assert undone is not None and not is_far_off(undone.value / row.figure.value), row
-    nameless = [row for row in rows() if row.far_off and (why := cause_of(row.figure)) is not None and not why.kinds]
-    assert nameless and not any(row.cause_tested for row in nameless)
-    assert untested_causes(rows()) >= len(once(nameless)) > 0
+        undone = undone_by(why, row.figure, PREDICTORS[row.figure.paper], TRAITS)
+        assert undone is not None and not is_far_off(undone / row.figure.value), row
+    for row in rows():
+        why = cause_of(row.figure)
+        if row.far_off and (why is None or not why.can_be_undone):
+            assert not row.cause_tested and row.undone is None
+
+
+def test_few_causes_are_untested() -> None:
+    found = {paper: untested_causes([row for row in rows() if row.figure.paper == paper]) for paper in PREDICTORS}
+    assert all(count <= UNTESTED[paper] for paper, count in found.items()), found
+
+
+def test_one_reading_holds_for_a_table() -> None:
+    """What a paper does not say is said once for all rows of a table that it is asked for, and they follow."""
+    readings: dict[tuple[str, str], set[str]] = {}
+    for cause in CAUSES:
+        for name, value in cause.reading.items():
+            if name in ("batch", "weights") and "model" not in cause.reading:
+                readings.setdefault((cause.where["table"], name), set()).add(value)
+    assert readings and all(len(values) == 1 for values in readings.values())
+    for cause in CAUSES:
+        if cause.reading and cause.paper == "PIPO":
+            mine = [row for row in rows() if row.far_off and cause_of(row.figure) == cause]
+            assert sum(row.cause_tested for row in mine) >= min(1, len(mine)), cause
+
+
+def test_no_policy_can() -> None:
+    """Such rows are marked, are no causes, and are the machine's whole memory, or what is said to be another model."""
+    rows_of = [row for row in rows() if row.far_off and (why := cause_of(row.figure)) is not None and why.cannot]
+    assert rows_of and not any(row.is_policy or row.cause_tested for row in rows_of)
+    assert not_reproducible(rows()) == len(once(rows_of))
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "compare", lambda *_: compared())
+    monkeypatch.setattr(reporting, "compared", lambda *_: compared())
     main(["--table", str(tmp_path / "new" / "PAPERS.md")])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])

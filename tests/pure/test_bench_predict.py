@@ -1,9 +1,13 @@
-"""What bench.predict says of the quick probe and of renewed promises, from rows."""
+"""What bench.predict says of the quick probe and of renewed promises, from rows, and which settings come when."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bench import predict
 from bench.predict_quick import line, summary
 
 
@@ -37,3 +41,27 @@ def test_medians_and_bars() -> None:
 def test_where_nothing_can_be_said() -> None:
     assert told(row(12.1, 12, None, 0))["within"] == {"quick": False, "learnt": None, "renewed": None}
     assert line(row(12, 11, None, 3)) == "quick +20%, after 3 runs +10%, renewed –"
+
+
+def test_a_part_ends_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that were not reached have no row, and none that was comes twice unless it was disturbed."""
+    came: list[tuple[float, int]] = []
+
+    def measured(
+        model: Path, share: float, prompt: int, batch: int, machine: object, repeat_s: float
+    ) -> dict[str, Any]:
+        came.append((share, batch))
+        return {"prompt": prompt, "batch": batch, "disturbed": 2.0 if len(came) == 1 else 0.5}
+
+    monkeypatch.setattr(predict, "measure", measured)
+    monkeypatch.setattr(predict, "line", lambda row: "")
+    settings = [("1b", share, 64, batch) for share in (1.0, 0.5) for batch in (1, 4)]
+
+    def part(known: list[dict[str, Any]], part: int | None) -> list[dict[str, Any]]:
+        return predict.in_turns(settings, {"1b": Path()}, None, 2, 60, None, known, 1, part)  # type: ignore[arg-type]
+
+    first = part([], 3)
+    assert [(row["share"], row["batch"]) for row in first] == came == [(1.0, 1), (1.0, 4), (0.5, 1)]
+    rows = part(first, None)
+    assert came[3:] == [(0.5, 4), (1.0, 1)]  # what was left, then what was disturbed
+    assert [row["disturbed"] for row in rows] == [0.5] * 4 and rows[0]["attempts"] == 2

@@ -16,7 +16,7 @@ from penstock.serve.api.answers import ALIVE_S, Answers, Post
 from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.told import Cancelled, Ended, Failed, Piece, Tell, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Tell, Told
 
 SILENCE = "10 s pass"
 
@@ -79,9 +79,9 @@ def texts(lines: list[str]) -> list[str]:
 
 def test_comments_while_a_request_waits_and_a_prompt_is_read() -> None:
     answer = Generation(2, 1, 9, "ab", [5, 6], finish_reason="stop")
-    script = [SILENCE, SILENCE, Piece("a"), SILENCE, Piece("b"), Ended(answer)]
+    script = [SILENCE, SILENCE, AnswerPiece("a"), SILENCE, AnswerPiece("b"), Ended(answer)]
     assert texts(events(script)) == ["comment", "comment", "a", "comment", "b", "", "done"]
-    assert texts(events([Piece("ab"), Ended(answer)])) == ["ab", "", "done"]
+    assert texts(events([AnswerPiece("ab"), Ended(answer)])) == ["ab", "", "done"]
 
 
 def test_comments_come_before_an_error_too() -> None:

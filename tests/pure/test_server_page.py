@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from penstock.serve.api.dialects.anthropic import MessagesRequest
+from penstock.serve.api.dialects.anthropic_wire import MessagesRequest
 from penstock.serve.api.dialects.ollama import OllamaChat, OllamaEmbed, OllamaGenerate, Options
-from penstock.serve.api.dialects.responses import ResponsesRequest
+from penstock.serve.api.dialects.responses_wire import ResponsesRequest
 from penstock.serve.api.wire import ChatRequest, CompletionRequest, EmbeddingRequest, what_is_wrong
 from tests.cpu.commands import ROOT
 
@@ -70,7 +70,7 @@ ONE, A = {"max_tokens": 1}, {"model": "a"}
         (ChatRequest, holding("image_url"), "images are not read"),
         (ChatRequest, holding("input_audio"), "audio are not read"),
         (ChatRequest, {**said("a"), "modalities": ["audio"]}, "modalities"),
-        (ChatRequest, {**said("a"), "reasoning_effort": "low"}, "reasoning_effort"),
+        (ChatRequest, {**said("a"), "prediction": {}}, "prediction"),
         (ResponsesRequest, {"input": holding("input_image")["messages"]}, "images are not read"),
         (ResponsesRequest, {"input": holding("input_file")["messages"]}, "files are not read"),
         (ResponsesRequest, {"input": "a", "previous_response_id": "x"}, "previous_response_id"),

@@ -13,7 +13,7 @@ from penstock.errors import BadRequest
 from penstock.serve.tools.asked import Tools, _one_by_one, for_template, in_words, offered, short_id
 from penstock.serve.tools.budget import Budget
 from penstock.serve.tools.grammar import grammar
-from penstock.serve.tools.reading import Call, Collected, Reading
+from penstock.serve.tools.reading import Collected, Reading, ToolCall
 from penstock.serve.tools.writing import HARMONY, WRITINGS, Writing
 
 PLAIN = [writing for writing in WRITINGS if not writing.channels]
@@ -29,7 +29,7 @@ json_objects = st.dictionaries(
 names = st.from_regex(r"[a-zA-Z0-9_.-]{1,12}", fullmatch=True)
 
 
-def written(writing: Writing, said: str, calls: list[Call]) -> str:
+def written(writing: Writing, said: str, calls: list[ToolCall]) -> str:
     """An answer as this family writes it."""
     found = [f"{writing.before}{call.name}{writing.middle}{call.arguments}{writing.after}" for call in calls]
     joined = (writing.between or "").join(found)
@@ -50,7 +50,7 @@ def read(reading: Reading, text: str, cuts: list[int]) -> Collected:
 def test_calls_however_they_are_cut(
     writing: Writing, said: str, asked: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
-    calls = [Call(name, json.dumps(arguments)) for name, arguments in asked]
+    calls = [ToolCall(name, json.dumps(arguments)) for name, arguments in asked]
     calls = calls if writing.between is not None else calls[:1]
     if not writing.head or (said and writing.head.startswith(said[-1])) or writing.head in said:
         said = ""
@@ -84,12 +84,12 @@ def test_channels(cuts: list[int]) -> None:
     assert (found.thought, found.said, found.calls) == ("Hm.", "Yes.", [])
     call = '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"word": "a}"}'
     found = read(Reading(HARMONY), think + call, cuts)
-    assert (found.thought, found.said, found.calls) == ("Hm.", "", [Call("look_up", '{"word": "a}"}')])
+    assert (found.thought, found.said, found.calls) == ("Hm.", "", [ToolCall("look_up", '{"word": "a}"}')])
     assert read(Reading(HARMONY), "no channel", cuts).said == "no channel"
 
 
 def test_an_answer_that_is_cut_has_what_there_is() -> None:
-    whole = written(WRITINGS[-1], "a", [Call("look_up", '{"word": "x"}')])
+    whole = written(WRITINGS[-1], "a", [ToolCall("look_up", '{"word": "x"}')])
     for length in range(len(whole)):
         found = Reading(WRITINGS[-1]).whole(whole[:length])
         assert found.said in ("a", whole[:length]) and (not found.calls or found.calls[0].name == "look_up")

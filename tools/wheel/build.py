@@ -31,13 +31,15 @@ def run(*command: object, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def build(machine: str, python: Python) -> Path:
-    """The wheel for such a processor, in dist/."""
+def build(machine: str, python: Python, draft: bool = False) -> Path:
+    """The wheel for such a processor, in dist/. `draft`: with slow kernels, in build/, where nobody takes it for a
+    release."""
     import ziglang  # type: ignore[import-not-found]
 
     # Exactly one extension is in a wheel: what an earlier build left in the folder of results would come along.
     tag = "cp312-abi3" if python.stable else "cp{0}{1}-cp{0}{1}".format(*python.version)
-    folder, results = BUILD / f"{machine}-{tag}", BUILD / "built"
+    dist = BUILD / "draft" if draft else DIST
+    folder, results = BUILD / f"{machine}-{tag}{'-draft' if draft else ''}", BUILD / "built"
     shutil.rmtree(results, ignore_errors=True)
     defines = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "tools/wheel/zig.cmake",
@@ -47,6 +49,10 @@ def build(machine: str, python: Python) -> Path:
         # Descriptors of thread-local variables lose vector registers in the x86-64 loaders of glibc before 2.40.
         "NB_HAS_MTLS_GNU2": "OFF",
     }
+    if draft:
+        defines |= {"PENSTOCK_KERNELS": "-O1", "CMAKE_CXX_FLAGS_RELEASE": "-O1 -DNDEBUG"}
+    if ccache := shutil.which("ccache"):  # both wheels for a processor have the same kernels, nearly all of the work
+        defines["CMAKE_CXX_COMPILER_LAUNCHER"] = ccache
     settings = [f"cmake.define.{name}={value}" for name, value in defines.items()]
     settings += [f"build-dir={folder}", f"wheel.tags={tag}-linux_{machine}"]
     settings += ["wheel.py-api=cp312"] if python.stable else []
@@ -62,9 +68,9 @@ def build(machine: str, python: Python) -> Path:
     (built,) = results.glob("*.whl")
     # Renames it by the oldest glibc that will do, and refuses what it links and wheels may not.
     run(sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat",
-        f"manylinux_{GLIBC.replace('.', '_')}_{machine}", "-w", DIST, built,
+        f"manylinux_{GLIBC.replace('.', '_')}_{machine}", "-w", dist, built,
         env={"PATH": env["PATH"]})  # fmt: skip
-    wheel = max(DIST.glob(f"*-{tag}-*_{machine}.whl"), key=lambda file: file.stat().st_mtime)
+    wheel = max(dist.glob(f"*-{tag}-*_{machine}.whl"), key=lambda file: file.stat().st_mtime)
     for fault in faults(wheel):
         sys.exit(f"wheel: {wheel.name}: {fault}")
     return wheel

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.wheel import emulated
+from tools.wheel import emulated, sample
 from tools.wheel.build import run
+from tools.wheel.emulated import Emulated
 from tools.wheel.pythons import Python
 
 PROMPT = "Once upon a time"
@@ -27,16 +28,19 @@ _RUN = ("--max-tokens", "16", "--temperature", "0", "--weights", "float32")
 
 def tried(wheel: Path, machine: str, pythons: list[Python]) -> Iterator[str]:
     """A line for each Python that the wheel was tried with, or why it was not. Ends this process where it fails."""
-    for python in pythons:
-        if ("abi3" in wheel.name) != python.stable:
-            continue
-        if machine == platform.machine():
-            yield f"{python.name}: {_in_new_environment(wheel, python)}"
-        elif not python.stable:
-            why = emulated.prepared()
-            yield f"not tried: {why}" if why else f"{python.name} for {machine}, emulated: {_emulated(wheel)}"
-    if "abi3" in wheel.name and machine != platform.machine():
-        yield "not tried: Debian 12 has no Python 3.12 for other processors"
+    stable = "abi3" in wheel.name
+    if machine != platform.machine():
+        python = emulated.NEW if stable else emulated.OLD
+        why = python.prepared()
+        yield (
+            f"not tried: {why}"
+            if why
+            else f"python{python.version} for {machine}, emulated: {_emulated(wheel, python)}"
+        )
+        return
+    for here in pythons:
+        if here.stable == stable:
+            yield f"{here.name}: {_in_new_environment(wheel, here)}"
 
 
 def _in_new_environment(wheel: Path, python: Python) -> str:
@@ -52,14 +56,27 @@ def _in_new_environment(wheel: Path, python: Python) -> str:
         where = "import penstock; print(penstock.__path__[0])"
         model = Path(_ends_well([str(venv / "bin/python"), "-c", where], folder, env).strip(), "assets/tale-llama")
         assert model.is_relative_to(venv.resolve()) or model.is_relative_to(venv)
-        return _says([str(venv / "bin/penstock")], model, folder, env)
+        said = _says([str(venv / "bin/penstock")], model, folder, env)
+        return f"{said}; {_a_program_is_right(venv / 'bin/python', model, folder, env)}"
 
 
-def _emulated(wheel: Path) -> str:
-    site = emulated.installed(wheel)
+def _a_program_is_right(python: Path, model: Path, folder: str, env: dict[str, str]) -> str:
+    """Types of a user's program by the wheel's own, and what it does. mypy is that of this Python: it reads the wheel
+    where the other one has it."""
+    program = Path(folder, "program.py")
+    program.write_text(sample.program(str(model)))
+    _ends_well(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), str(program)], folder, env
+    )
+    _ends_well([str(python), str(program)], folder, {**env, "HOME": folder})
+    return "a user's program runs, and mypy --strict finds nothing in it"
+
+
+def _emulated(wheel: Path, python: Emulated) -> str:
+    site = python.installed(wheel)
     with tempfile.TemporaryDirectory(prefix="penstock-wheel-") as folder:
         env = {**os.environ, "PYTHONPATH": str(site)}
-        command = [str(emulated.PYTHON), "-m", "penstock.cli"]
+        command = [str(python.program), "-m", "penstock.cli"]
         return _says(command, site / "penstock/assets/tale-llama", folder, env)
 
 

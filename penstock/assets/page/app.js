@@ -2,7 +2,7 @@
 
 import { watch } from "./live.js";
 import { markdown } from "./markdown.js";
-import { answer, get } from "./server.js";
+import { answer, get, NUMBERS } from "./server.js";
 import * as store from "./store.js";
 
 const at = (id) => document.getElementById(id);
@@ -198,13 +198,13 @@ at("show-settings").onclick = async () => {
   const form = at("settings").querySelector("form");
   const names = await get("v1/models", settings.key).then((found) => found.data.map((model) => model.id)).catch(() => []);
   form.model.replaceChildren(...names.map((name) => make("option", { textContent: name, value: name })));
-  for (const field of ["system", "temperature", "top_p", "max_tokens", "key"]) form[field].value = settings[field] ?? "";
+  for (const field of ["system", ...NUMBERS, "key"]) form[field].value = settings[field] ?? "";
   form.model.value = settings.model && names.includes(settings.model) ? settings.model : names[0] ?? "";
   at("settings").showModal();
 };
 at("settings").onclose = () => {
   const form = at("settings").querySelector("form");
-  settings = Object.fromEntries(["system", "model", "temperature", "top_p", "max_tokens", "key"].map((field) => [field, form[field].value]));
+  settings = Object.fromEntries(["system", "model", ...NUMBERS, "key"].map((field) => [field, form[field].value]));
   store.keepSettings(settings);
 };
 toggle("show-chats", "chats");

@@ -61,7 +61,10 @@ function show(now, before) {
   ]);
   document.getElementById("speed").replaceChildren(...parts);
   rows("tiers", [
-    ...now.tiers.map((tier) => [tier.name, bytes(tier.bytes), tier.limit_bytes ? tier.bytes / tier.limit_bytes : undefined]),
+    ...now.tiers.map((tier) => {
+      const most = tier.limit_bytes ?? tier.bytes;
+      return tier.had_bytes === null ? [tier.name, bytes(tier.bytes)] : [tier.name, `${bytes(tier.had_bytes)} of ${bytes(most)}`, tier.had_bytes / most];
+    }),
     ["KV pages in use", `${now.kv_pages_had} of ${now.kv_pages}`, now.kv_pages ? now.kv_pages_had / now.kv_pages : 0],
   ]);
   const busy = same ? Math.min(1, (1000 * passes) / (now.at_ms - before.at_ms)) : undefined;

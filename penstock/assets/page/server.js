@@ -1,5 +1,8 @@
 // What the page asks of the server that it came from.
 
+// Of the settings, those that go into a request as numbers.
+export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
+
 const headers = (key) => ({ "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) });
 
 async function failed(answer) {
@@ -17,7 +20,7 @@ export async function get(path, key) {
 export async function* answer(messages, settings, signal) {
   const body = { messages, stream: true };
   if (settings.model) body.model = settings.model;
-  for (const name of ["temperature", "top_p", "max_tokens"]) {
+  for (const name of NUMBERS) {
     if (settings[name] !== undefined && settings[name] !== "") body[name] = Number(settings[name]);
   }
   const found = await fetch("v1/chat/completions", { method: "POST", headers: headers(settings.key), body: JSON.stringify(body), signal });

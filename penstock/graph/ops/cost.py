@@ -48,16 +48,26 @@ def fired_cost(whole: tuple[int, int], activated: tuple[int, int], active: float
     return max(1, round(nbytes)), max(1, round(flops))
 
 
-def attend_cost(a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int) -> tuple[int, int]:
+def attend_cost(
+    a: Attention, kv_heads: int, batch: Batch, kv_bytes_each: int, value_share: float = 1.0
+) -> tuple[int, int]:  # fmt: skip
     """(KV bytes read, flops) of attention of `kv_heads` KV heads. Flops per element: 2 for scores, 2 for values.
-    `kv_bytes_each`: bytes of a token in one head, K or V."""
+    `kv_bytes_each`: bytes of a token in one head, K or V. `value_share`: below 1, of the positions that a query sees,
+    the share whose values it reads. Then rows go one by one, and each reads the keys anew. The G queries of a KV head
+    are taken to choose by chance, so together they read a share 1 - (1 - value_share)^G of the values."""
+    read_share = 1 - (1 - value_share) ** a.heads_per_kv
     kv_bytes = flops = 0
     for (start, rows), seqs in batch.spans.items():
         seen = start + rows if not a.window else min(start + rows, a.window + rows - 1)
-        kv_bytes += seqs * 2 * seen * kv_heads * kv_bytes_each
+        kv_bytes += seqs * 2 * seen * kv_heads * kv_bytes_each if value_share == 1 else 0
         # A row at position p sees p + 1 positions, or the window.
         pairs = rows * start + rows * (rows + 1) // 2 if not a.window else rows * min(start + rows, a.window)
-        flops += seqs * 4 * pairs * kv_heads * a.heads_per_kv * a.head_dim
+        head_pairs = seqs * pairs * kv_heads
+        if value_share == 1:
+            flops += 4 * head_pairs * a.heads_per_kv * a.head_dim
+        else:
+            kv_bytes += round(head_pairs * (1 + read_share) * kv_bytes_each)
+            flops += round((2 + 2 * value_share) * head_pairs * a.heads_per_kv * a.head_dim)
     return kv_bytes, flops
 
 

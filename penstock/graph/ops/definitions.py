@@ -121,7 +121,9 @@ class Qkv(NamedTuple):
 
 class Attend(NamedTuple):
     """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a
-    sink for each head. `fresh`: keys and values are those of the batch's rows alone, apart from the cache."""
+    sink for each head. `fresh`: keys and values are those of the batch's rows alone, apart from the cache.
+    `value_share`: below 1, the softmax is over a query's best positions alone (`Plan.value_share`). Of equal scores
+    the earlier positions are taken."""
 
     q: Read
     keys: Read
@@ -131,6 +133,7 @@ class Attend(NamedTuple):
     layer: int
     norms: Reads = ()
     fresh: bool = False
+    value_share: float = 1.0
 
 
 class Append(NamedTuple):

@@ -7,6 +7,7 @@ have run in the interpreter only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -120,12 +121,18 @@ def _turn_and_store(
 def attend(
     q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
     out: Tensor, longest: int, kernels: Kernels, scratch: Scratch, sinks: Tensor | None = None,
+    value_share: float = 1.0,
 ) -> None:  # fmt: skip
     """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E]. `sinks` [H]: a
-    score of each head that its softmax counts beside those of the positions, with no value.
+    score of each head that its softmax counts beside those of the positions, with no value. `value_share`: below 1, of
+    the n positions that a row sees those ceil(value_share · n) alone count whose scores are the best. That has no
+    Triton kernel, and is torch's.
 
     `longest`: the most rows that a sequence of the batch has, 1 when decoding. It only decides how many rows of a tile
     share the KV that a program reads. Results do not depend on it."""
+    if value_share < 1:
+        _attend_to_best(q, keys, values, a, lo, hi, positions, sequence, sinks, value_share, out)
+        return
     if not kernels.triton:
         _attend_by_torch(q, keys, values, a, lo, hi, positions, sequence, sinks, out)
         return
@@ -221,6 +228,54 @@ def _attend_by_torch(
                 total.mul_(shrink).add_(torch.matmul(scores, value))
                 best = peak
             result[rows, head * g : (head + 1) * g] = total.div_(weight)
+
+
+def _attend_to_best(
+    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    sinks: Tensor | None, share: float, result: Tensor,
+) -> None:  # fmt: skip
+    """`attend` to each query's best positions, by torch: scores of all pages, and then the values of these positions
+    alone, gathered. As many are gathered as a row with the longest context wants, so that nothing waits for positions;
+    those that a shorter one does not want weigh 0. Of equal scores the earlier positions count."""
+    g, p = a.heads_per_kv, keys.page_tokens
+    on_processor = positions.device.type == "cpu"
+    pages = int(positions.max()) // p + 1 if on_processor else keys.pages.shape[1]
+    most = max(1, math.ceil(share * (min(pages * p, a.window) if a.window else pages * p)))
+    step = max(1, _TORCH_NUMBERS // (pages * p * g + most * g * a.head_dim + p * a.head_dim))
+    every = torch.arange(pages * p, device=q.device)[None, None, :]
+    for begin in range(0, q.shape[0], step):
+        rows = slice(begin, begin + step)
+        position, table = positions[rows].long()[:, None, None], keys.pages[sequence[rows].long()].long()
+        near = every <= position
+        if a.window:
+            near &= every > position - a.window
+        wanted = torch.ceil(share * near.sum(-1, keepdim=True).double()).clamp(min=1).long()  # [T, 1, 1]
+        for head in range(lo, hi):
+            query = q[rows, head * g : (head + 1) * g]  # [T, G, E]
+            scores = torch.cat(
+                [torch.matmul(query, keys.load(head, table[:, page]).transpose(1, 2)) for page in range(pages)], -1
+            ).mul_(a.scale)
+            if a.softcap:
+                scores.div_(a.softcap).tanh_().mul_(a.softcap)
+            spoilt = (scores.isnan() & near).any(-1, keepdim=True)
+            scores.masked_fill_(~near, -torch.inf)
+            best, at = torch.sort(scores, dim=-1, descending=True, stable=True)
+            best, at = best[..., :most], at[..., :most]  # [T, G, most]
+            best = best.masked_fill(torch.arange(most, device=q.device) >= wanted, -torch.inf)
+            peak = best.amax(-1, keepdim=True)
+            if sinks is not None:
+                peak = torch.maximum(peak, sinks[None, head * g : (head + 1) * g, None])
+            base = peak.masked_fill(peak == -torch.inf, 0.0)
+            weights = torch.exp(best - base)
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += torch.exp(sinks[None, head * g : (head + 1) * g, None] - base)
+            page = torch.gather(table[:, None].expand(-1, g, -1), 2, at // p)
+            value = values.rows(head, page, at % p)  # [T, G, most, E]
+            # Positions that nobody sees may hold anything, NaN too, and 0 times NaN is not 0.
+            value = value.masked_fill_((weights == 0)[..., None], 0.0)
+            summed = torch.matmul(weights[..., None, :], value)[..., 0, :].div_(total)
+            result[rows, head * g : (head + 1) * g] = summed.masked_fill_(spoilt, torch.nan)
 
 
 def _places(fmt: Format, head_dim: int) -> tuple[int, int]:

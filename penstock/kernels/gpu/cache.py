@@ -85,6 +85,21 @@ class KvPool:
         )[..., : self.head_dim].unbind(1)  # fmt: skip
         return numbers[..., : self.head_dim].float().mul_(scale).add_(minimum)
 
+    def rows(self, head: int, page: Tensor, slot: Tensor) -> Tensor:
+        """The rows of one KV head at slots of pages, both int64 of any one shape [...]: float32 [..., E]."""
+        numbers = self.numbers()[page, head, slot]
+        if not self.format.is_quantised:
+            return numbers.float()
+        if self.format.kind == "int4":
+            by_lane = numbers.unflatten(-1, (-1, 1, 16))
+            numbers = torch.cat([by_lane & 15, by_lane >> 4], -2).flatten(-3)
+        scale, minimum = (
+            self.factors()[:, :, i].transpose(2, 3)[page, head, slot].float().repeat_interleave(self.format.group, -1)
+            for i in range(2)
+        )
+        e = self.head_dim
+        return numbers[..., :e].float().mul_(scale[..., :e]).add_(minimum[..., :e])
+
     def _place(self, positions: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
         """(page, slot) int64 [T] of every row."""
         position = positions.long()

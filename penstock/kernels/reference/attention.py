@@ -6,6 +6,7 @@ Shapes: T rows of the batch, D d_model, H heads, K KV heads, G = H / K, E head_d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,10 +83,12 @@ def append(fresh: KvPool, pool: KvPool, batch: Batch, tables: Tables) -> None:
 
 def attend(
     q: Float32, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, batch: Batch, tables: Tables,
-    out: Float32, scratch: Scratch, sinks: Float32 | None = None,
+    out: Float32, scratch: Scratch, sinks: Float32 | None = None, value_share: float = 1.0,
 ) -> None:  # fmt: skip
     """out float32 [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q float32 [T, H, E].
     `sinks` float32 [H]: a score of each head that its softmax counts beside those of the positions, with no value.
+    `value_share`: below 1, of the n positions that a row sees those ceil(value_share · n) alone count whose scores are
+    the best.
 
     It goes page by page with a running maximum (log-sum-exp merge), so the memory for scores does not grow with the
     context.
@@ -99,20 +102,29 @@ def attend(
             query = scratch.take((g, count, a.head_dim))
             query[...] = q[rows, head * g : (head + 1) * g].transpose(1, 0, 2)
             sink = None if sinks is None else sinks[head * g : (head + 1) * g]
-            result = _attend_head(query, keys, values, a, head, start, table, sink, scratch)
-            out[rows, head * g : (head + 1) * g] = result.transpose(1, 0, 2)
+            if value_share == 1:
+                result = _attend_head(query, keys, values, a, head, start, table, sink, None, scratch)
+                out[rows, head * g : (head + 1) * g] = result.transpose(1, 0, 2)
+                continue
+            mark = scratch.mark()
+            for row in range(count):
+                scratch.rewind(mark)
+                one = query[:, row : row + 1]
+                chosen = _chosen(one, keys, a, head, start + row, table, value_share, scratch)
+                result = _attend_head(one, keys, values, a, head, start + row, table, sink, chosen, scratch)
+                out[rows.start + row, head * g : (head + 1) * g] = result[:, 0]
     scratch.rewind(start_mark)
 
 
 def _attend_head(
     query: Float32, keys: KvPool, values: KvPool, a: Attention, head: int, start: int, table: NDArray[np.int64],
-    sink: Float32 | None, scratch: Scratch,
+    sink: Float32 | None, chosen: NDArray[np.bool_] | None, scratch: Scratch,
 ) -> Float32:  # fmt: skip
     """Attention of one KV head for its G query heads: query float32 [G, count, E] → [G, count, E]. `start`: position of
-    the first row. `sink` float32 [G]."""
+    the first row. `sink` float32 [G]. `chosen` bool [G, positions], of one row: the positions that count; None: all."""
     g, count, e = query.shape
     page_tokens = keys.page_tokens
-    flat = query.reshape(g * count, e)
+    flat = np.ascontiguousarray(query).reshape(g * count, e)
     total = scratch.take((g * count, e))
     total[...] = 0
     best = scratch.take((g * count, 1))
@@ -127,17 +139,15 @@ def _attend_head(
         begin = page * page_tokens
         n = min(page_tokens, start + count - begin)
         key = keys.load(int(table[page]), head, n, scratch)
-        scores = scratch.take((g * count, n))
-        np.matmul(flat, key.T, out=scores)
-        scores *= np.float32(a.scale)
-        if a.softcap:
-            scores[...] = np.float32(a.softcap) * np.tanh(scores / np.float32(a.softcap))
+        scores = _scores(flat, key, a, scratch)
         seen = np.arange(begin, begin + n)[None, :]
         hidden = seen > positions
         if a.window:
             hidden |= seen <= positions - a.window
         if hidden.any():
             scores.reshape(g, count, n)[:, hidden] = -np.inf
+        if chosen is not None:
+            scores[~chosen[:, begin : begin + n]] = -np.inf
         peak = np.maximum(best, scores.max(axis=1, keepdims=True))
         # A row that has seen nothing yet has peak -inf. Base 0 gives it exp(-inf - 0) = 0, and no NaN.
         base = np.where(np.isfinite(peak), peak, np.float32(0))
@@ -154,6 +164,39 @@ def _attend_head(
         best[...] = peak
     total /= weight
     return total.reshape(g, count, e)
+
+
+def _scores(flat: Float32, key: Float32, a: Attention, scratch: Scratch) -> Float32:
+    """softcap(scale · flat keyᵀ), float32 [queries, n]; flat float32 [queries, E], key float32 [n, E]."""
+    scores = scratch.take((len(flat), len(key)))
+    np.matmul(flat, key.T, out=scores)
+    scores *= np.float32(a.scale)
+    if a.softcap:
+        scores[...] = np.float32(a.softcap) * np.tanh(scores / np.float32(a.softcap))
+    return scores
+
+
+def _chosen(
+    query: Float32, keys: KvPool, a: Attention, head: int, position: int, table: NDArray[np.int64], share: float,
+    scratch: Scratch,
+) -> NDArray[np.bool_]:  # fmt: skip
+    """The positions that count for a row's queries float32 [G, 1, E]: bool [G, position + 1]. Of equal scores those of
+    earlier positions count. A query that meets a NaN has all of them, and a result of NaN."""
+    page_tokens, flat = keys.page_tokens, np.ascontiguousarray(query[:, 0])
+    first, end = max(0, position - a.window + 1) if a.window else 0, position + 1
+    scores, mark = scratch.take((len(flat), end)), scratch.mark()
+    for page in range(first // page_tokens, position // page_tokens + 1):
+        scratch.rewind(mark)
+        begin = page * page_tokens
+        n = min(page_tokens, end - begin)
+        scores[:, begin : begin + n] = _scores(flat, keys.load(int(table[page]), head, n, scratch), a, scratch)
+    wanted = max(1, math.ceil(share * (end - first)))
+    found = np.zeros(scores.shape, bool)
+    for query_scores, of_query in zip(scores[:, first:], found[:, first:], strict=True):
+        of_query[np.argsort(-query_scores, kind="stable")[:wanted]] = True
+        of_query |= np.isnan(query_scores).any()
+    scratch.rewind(mark)
+    return found
 
 
 def out(

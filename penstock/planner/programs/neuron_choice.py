@@ -11,7 +11,7 @@ from penstock.planner.programs import placement
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenNeurons:
     """How many groups of each layer the device holds, the seconds that the layers take so, and a sentence about who
     chose them."""
 
@@ -20,26 +20,26 @@ class Chosen:
     why: str
 
 
-Choose = Callable[[ilp.NeuronProgram, Sequence[placement.Rates]], Chosen | None]
+Choose = Callable[[ilp.NeuronProgram, Sequence[placement.Rates]], ChosenNeurons | None]
 
 
-def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
+def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
     found = ilp.solve(program)
     if found is None:
         return None
-    return Chosen(
+    return ChosenNeurons(
         found.counts,
         placement.seconds_of(program, rates, found.counts),
         f"placed by an integer program ({found.found_by}, within {found.gap:.2%} of the best there is)",
     )
 
 
-def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
+def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
     found = placement.fastest(program, rates)
     if found is None:
         return None
     whole = sum(n == len(layer.impacts) for n, layer in zip(found.counts, program.layers, strict=True))
-    return Chosen(
+    return ChosenNeurons(
         found.counts,
         found.seconds,
         f"placed by the seconds of a token (within {found.gap:.2%} of the best there is): {whole} layers are there"
@@ -47,17 +47,17 @@ def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> 
     )
 
 
-def hottest(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
+def hottest(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
     return _if_allowed(program, rates, placement.hottest_first(program), "the hottest neurons of all layers come first")
 
 
-def drawn(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> Chosen | None:
+def drawn(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
     return _if_allowed(program, rates, placement.at_random(program), "neurons are drawn at random")
 
 
 def _if_allowed(
     program: ilp.NeuronProgram, rates: Sequence[placement.Rates], counts: ilp.Counts, why: str
-) -> Chosen | None:  # fmt: skip
+) -> ChosenNeurons | None:  # fmt: skip
     used = sum(n * layer.group_bytes for n, layer in zip(counts, program.layers, strict=True))
     seconds = placement.seconds_of(program, rates, counts)
-    return Chosen(counts, seconds, why) if 0 <= program.total_bytes - used <= program.host_bytes else None
+    return ChosenNeurons(counts, seconds, why) if 0 <= program.total_bytes - used <= program.host_bytes else None

@@ -18,7 +18,7 @@ from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction
 from penstock.planner.ranking import ranked, settles
 from penstock.planner.reads import on_disks, with_reads
-from penstock.planner.reasons import shared_pages
+from penstock.planner.reasons import chosen_values, shared_pages
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import Kept, quick, streamed
 from penstock.planner.solve.ours import ram
@@ -54,14 +54,15 @@ class Solved:
 
 def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     """The ask with its context decided, in tokens. By default it is DEFAULT_CONTEXT, or the prompt and the output where
-    these need more, but never more than the model's maximum.
+    these need more, but never more than the model's maximum. Where values of the best positions alone are read, KV is
+    in memory.
 
     Raises BadRequest if a context that the user named is more than the model's maximum."""
     wanted = ask.prompt_tokens + ask.output_tokens
     context = ask.context or min(spec.max_positions, max(DEFAULT_CONTEXT, wanted))
     if context > spec.max_positions:
         raise BadRequest(f"context {context} is more than the model's {spec.max_positions} positions")
-    return replace(ask, context=context)
+    return replace(ask, context=context, kv_home="memory" if ask.value_share < 1 else ask.kv_home)
 
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
@@ -75,6 +76,8 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     """
     any_found = False
     for candidate in chain(_beside_device(problem, every, may_plan), _in_blocks(problem)):
+        if _moves_chosen_values(problem, candidate.plan):
+            continue
         yield candidate
         if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:
             return
@@ -90,6 +93,11 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     except DoesNotFit:
         if not any_found:
             raise
+
+
+def _moves_chosen_values(problem: Problem, plan: Plan) -> bool:
+    """Whether KV crosses to attention as whole pages, where the values of the best positions alone are wanted."""
+    return problem.ask.value_share < 1 and any(home.home != home.attend for home in plan.kv)
 
 
 def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Candidate]:
@@ -173,10 +181,18 @@ def solve(
     if chosen is not rivals[0]:
         tasks = {} if keep else None
         prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
+    if problem.has_device and not problem.spec.is_routed:
+        from penstock.planner.solve.scheinfer.rows import with_short_prompts
+
+        plan, told = with_short_prompts(problem, plan)
+        reasons += told
+        if (ask.prompt_tokens - 1) % plan.chunk_rows + 1 < plan.least_device_rows:  # rows of the last chunk
+            tasks = {} if keep else None
+            prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
-    reasons += shared_pages(plan) + firing_reason(plan, firing)
+    reasons += shared_pages(plan) + chosen_values(plan) + firing_reason(plan, firing)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(
         plan, prediction, reasons, strategy, (chosen, *others),

@@ -105,6 +105,7 @@ def filled(
         # Published activity is of no model that is here, and its plans are not run.
         sparsity="off" if predictors and problem.sparsity != "predict" else problem.sparsity,
         levels=problem.levels,
+        value_share=ask.value_share,
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
 

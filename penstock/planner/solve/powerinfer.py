@@ -32,7 +32,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import hot_and_cold
 from penstock.planner.programs import neurons as ilp
 from penstock.planner.programs import placement
-from penstock.planner.programs.neuron_choice import Choose, Chosen, by_program, by_seconds, drawn, hottest
+from penstock.planner.programs.neuron_choice import Choose, ChosenNeurons, by_program, by_seconds, drawn, hottest
 from penstock.planner.shares import Resident, all_of
 from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.problem import Problem
@@ -124,37 +124,37 @@ def rates_of(problem: Problem) -> list[placement.Rates]:
     return [of(part) for part in problem.of_kind("ffn")]
 
 
-def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple[Plan, Chosen] | None:
+def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple[Plan, ChosenNeurons] | None:
     """The plan that fills device memory in the order of the module's docstring, and its placement of neurons. None if
     nothing fits, or if the program has no answer in time."""
     problem, limit = skeleton.problem, skeleton.problem.device_bytes
-    plan_of = partial(_plan, skeleton, profile)
-    if not problem.fits(plan_of(0, 0, {}), GPU.executor):
+    planned = partial(plan_of, skeleton, profile)
+    if not problem.fits(planned(0, 0, {}), GPU.executor):
         return None
-    predictors = problem.most_on_device(problem.layers, lambda count: plan_of(0, count, {}))
-    attention = problem.most_on_device(problem.layers, lambda count: plan_of(count, predictors, {}))
-    bare, ffns = plan_of(attention, predictors, {}).tier_bytes(), problem.of_kind("ffn")
+    predictors = problem.most_on_device(problem.layers, lambda count: planned(0, count, {}))
+    attention = problem.most_on_device(problem.layers, lambda count: planned(count, predictors, {}))
+    bare, ffns = planned(attention, predictors, {}).tier_bytes(), problem.of_kind("ffn")
     total = sum(part.nbytes for part in ffns)
     host_bytes = problem.host_bytes - (bare[HOST] - total)
     # Kernels need more scratch for units that stay than for units that cross the link. The additional scratch is taken
     # to be that of a plan with even shares.
     spare = (limit - bare[GPU.executor]) // ARENA_ALIGN * ARENA_ALIGN
     even = {part.key: int(part.granules * min(1.0, spare / total)) for part in ffns}
-    with_even = plan_of(attention, predictors, even).tier_bytes()
+    with_even = planned(attention, predictors, even).tier_bytes()
     spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
 
-    def placed(budget: int) -> tuple[Plan, Chosen] | None:
+    def placed(budget: int) -> tuple[Plan, ChosenNeurons] | None:
         found = choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
         if found is None:
             return None
         there = {part.key: count for part, count in zip(ffns, found.counts, strict=True)}
-        return plan_of(attention, predictors, there), found
+        return planned(attention, predictors, there), found
 
     found = within_device(problem, spare, placed)
-    return None if found is None else (_with_activity(found[0], profile), found[1])
+    return None if found is None else (with_activity(found[0], profile), found[1])
 
 
-def _plan(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
+def plan_of(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:
     """The plan with `ffns`, the attention of the first `attention` layers, and the first `predictors` predictors on the
     device. All neurons count as active."""
     problem = skeleton.problem
@@ -167,7 +167,7 @@ def _plan(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors
     return replace(skeleton, attention_layers=attention, predictors=every).plan(there)
 
 
-def _with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
+def with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
     """The plan with the share of each unit's neurons that decoding a batch needs (`Unit.active`). Nothing moves."""
     layer_of = {key: part.layer for key, part in plan.parts.items() if part.kind == "ffn"}
 

@@ -30,7 +30,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenDevice:
     """The device that computes, or none.
 
     `name`: cuda, emulated or none. `reason`: a sentence. `machine`: has the device's tier and lanes where there is a
@@ -46,7 +46,7 @@ class Chosen:
 def choose(
     name: str, machine: MachineSpec, device_memory_bytes: int | None, cache: Path | None = None,
     on_progress: Progress | None = None,
-) -> Chosen:  # fmt: skip
+) -> ChosenDevice:  # fmt: skip
     """Chooses a device by `name`, one of `spec.ask.DEVICES`. `machine`: as probed. `cache`: the folder that keeps the
     device's figures; with None nothing is measured, and a GPU is not chosen. Raises BadRequest for another name, and
     for `cuda` where no GPU can be used."""
@@ -54,17 +54,17 @@ def choose(
     if name == "emulated":
         return _emulated(machine, device_memory_bytes)
     if name == "none":
-        return Chosen("none", "no device: asked for", without_device(machine))
+        return ChosenDevice("none", "no device: asked for", without_device(machine))
     require_present(name)
     why_not = _missing()
     if why_not is None:
         gpu = _gpu(machine, cache, on_progress)
-        if isinstance(gpu, Chosen):
+        if isinstance(gpu, ChosenDevice):
             return gpu
         why_not = gpu
         if name == "cuda":
             raise _absent(why_not)
-    return Chosen("none", f"no device, the CPU computes: {why_not}", without_device(machine))
+    return ChosenDevice("none", f"no device, the CPU computes: {why_not}", without_device(machine))
 
 
 def require_present(name: str) -> None:
@@ -94,7 +94,7 @@ def _missing() -> str | None:
     return None
 
 
-def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None) -> Chosen | str:
+def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None) -> ChosenDevice | str:
     """The GPU that torch finds; or why it cannot be used, as half a sentence."""
     from penstock.runtime.device.cuda.card import find
 
@@ -114,7 +114,7 @@ def _gpu(machine: MachineSpec, cache: Path | None, on_progress: Progress | None)
 
         return TorchDevice(device, limit_bytes, context_bytes)
 
-    return Chosen("cuda", f"device: {card.name}", replace(figures, tiers=tiers), take)
+    return ChosenDevice("cuda", f"device: {card.name}", replace(figures, tiers=tiers), take)
 
 
 def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: Progress | None) -> MachineSpec | str:
@@ -139,7 +139,7 @@ def _figures(machine: MachineSpec, card: str, cache: Path | None, on_progress: P
     return figures
 
 
-def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
+def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> ChosenDevice:
     """A part of RAM stands in for the device's memory. The rates of its kernels are the CPU's, for the CPU computes."""
     machine = without_device(machine)
     ram_bytes = machine.tier(HOST).bytes
@@ -152,4 +152,4 @@ def _emulated(machine: MachineSpec, device_memory_bytes: int | None) -> Chosen:
         machine, tiers=(*tiers, Capacity(GPU.executor, max(1, limit_bytes), "emulated")), rates=tuple(rates),
         device_process_bytes=0, context_bytes=0,
     )  # fmt: skip
-    return Chosen("emulated", "device: emulated, for tests; its speed means nothing", machine, EmulatedDevice)
+    return ChosenDevice("emulated", "device: emulated, for tests; its speed means nothing", machine, EmulatedDevice)

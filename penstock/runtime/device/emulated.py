@@ -7,9 +7,7 @@ a wrong answer.
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import _native
-from penstock.errors import DeviceFailed, DoesNotFit
+from penstock.errors import DoesNotFit
 from penstock.graph.tasks import Slot, Task
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.device import LANES, Underway
+from penstock.runtime.device.lane_thread import LaneThread
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes
@@ -43,7 +42,7 @@ class EmulatedDevice:
         self._jitter_s, self._random = jitter_s, random.Random(seed)
         self._memory: dict[str, _native.Memory] = {}
         self._taken_bytes = 0
-        self._lanes: dict[str, _LaneThread] = {}
+        self._lanes: dict[str, LaneThread] = {}
         self._binding: Binding | None = None
 
     def time_tasks(self, on: bool) -> None:
@@ -110,9 +109,10 @@ class EmulatedDevice:
             lane.stop()
         self._lanes.clear()
 
-    def _lane(self, name: str) -> _LaneThread:
+    def _lane(self, name: str) -> LaneThread:
         if name not in self._lanes:
-            self._lanes[name] = _LaneThread(name)
+            assert name in LANES, name
+            self._lanes[name] = LaneThread(f"emulated-{name}")
         return self._lanes[name]
 
     def _do(self, task: Task, delay_s: float) -> None:
@@ -123,75 +123,3 @@ class EmulatedDevice:
         self._binding.run(task)
         if task.lanes[0] != GPU.kernels:
             time.sleep(max(0.0, task.bytes / self._link_bytes_per_s - (time.perf_counter() - start_s)))
-
-
-class _LaneTask:
-    """A task of a lane: its work, and whether that is done."""
-
-    def __init__(self, work: Callable[[], None], after: Sequence[Underway]) -> None:
-        self.work, self.after = work, after
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._span_s = (0.0, 0.0)
-
-    def do(self) -> None:
-        """Waits for the tasks before this one, then does the work. If one of those failed, this task fails too."""
-        try:
-            for other in self.after:
-                other.wait()
-            start_s = time.perf_counter()
-            self.work()
-            self._span_s = (start_s, time.perf_counter())
-        except BaseException as error:
-            self._error = error
-        self.after = ()
-        self._ended.set()
-
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    @property
-    def complete(self) -> bool:
-        return self.done and self._error is None
-
-    @property
-    def span_s(self) -> tuple[float, float]:
-        return self._span_s
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class _LaneThread:
-    """A lane: a queue of tasks and the thread that does them. After an error all later tasks fail, so that nobody waits
-    for ever."""
-
-    def __init__(self, name: str) -> None:
-        assert name in LANES, name
-        self._queue: queue.SimpleQueue[_LaneTask | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"penstock-emulated-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], None], after: Sequence[Underway]) -> _LaneTask:
-        event = _LaneTask(work, after)
-        self._queue.put(event)
-        return event
-
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        failed = False
-        while (event := self._queue.get()) is not None:
-            if failed:
-                event.work = _refuse
-            event.do()
-            failed = failed or not event.complete
-
-
-def _refuse() -> None:
-    raise DeviceFailed("the device failed at an earlier task")

@@ -12,7 +12,7 @@ from penstock.serve.generation import Generation, Used, used
 from penstock.serve.pooling import Pooling
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
-from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Told
 
 ALIVE_S = 10.0  # a comment goes to a client that has heard nothing for so long: proxies close silent connections
 
@@ -98,7 +98,7 @@ class Answers:
         """Tokens, when all answers are whole."""
         return used(self._prompt_tokens, [self.whole[i] for i in range(len(self._numbers))], self._n)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece | Generation | None]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece | Generation | None]]:
         """(answer, what has become certain), then (answer, the whole of it); (-1, None) where nothing came for
         long. Raises PenstockError where one fails, Gone."""
         while len(self.whole) < len(self._numbers):
@@ -107,7 +107,7 @@ class Answers:
             except TimeoutError:
                 yield -1, None
                 continue
-            if isinstance(told, Piece):
+            if isinstance(told, AnswerPiece):
                 self._said += 1
                 yield index, told
             elif isinstance(told, Ended):

@@ -141,7 +141,7 @@ class Desk:
             for ids in prompts:
                 answers.submit(ids, params, asked.priority)
             if asked.stream:
-                return _Events(answers, form, hold, request.scope.get(SPEND, lambda _: None))
+                return _EventStream(answers, form, hold, request.scope.get(SPEND, lambda _: None))
             found = await unless_gone(request, answers.gathered())
             answer = JSONResponse(await to_thread.run_sync(form.whole, found, answers.used, limiter=self.one))
             hold.end()
@@ -154,7 +154,7 @@ class Desk:
                 request.scope[SPEND](answers.tokens)
 
 
-class _Events(StreamingResponse):
+class _EventStream(StreamingResponse):
     """A stream of answers. When nobody takes it any more, whatever is left of the answers is cancelled, and their hold
     on the model ends. `spend`: takes the tokens that they took."""
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 
 import penstock
+from penstock.runtime import host
 from penstock.serve.api.guard import PAGE
 from penstock.serve.api.shelf import Shelf
 from penstock.spec.places import HOST, Tier
@@ -46,12 +47,14 @@ def routes(app: FastAPI, shelf: Shelf) -> None:
 
     @app.get("/v1/live")
     async def live() -> dict[str, Any]:
-        """What the machine does now: counters, and what of them to compare with."""
+        """What the machine does now: counters, and what of them to compare with. Of each tier the bytes that the plan
+        has there at most, and of RAM those that this process has now."""
         if (loaded := shelf.now) is None:
             raise HTTPException(503, "a model is being loaded: try again later")
         service, engine = loaded.service, loaded.service.engine
         counts, plan = service.counts, engine.plan
         limits: dict[Tier, int | None] = {HOST: engine.ask.host_memory_bytes}
+        had: dict[Tier, int] = {HOST: host.rss_bytes()}
         return {
             "model": loaded.name,
             "sequences": plan.batch_seqs * plan.batches_per_pass,
@@ -65,7 +68,7 @@ def routes(app: FastAPI, shelf: Shelf) -> None:
             "kv_pages_had": counts.pages_had,
             "moved_bytes": {str(lane): nbytes for lane, nbytes in engine.session.bytes_moved().items()},
             "tiers": [
-                {"name": str(tier), "bytes": nbytes, "limit_bytes": limits.get(tier)}
+                {"name": str(tier), "bytes": nbytes, "limit_bytes": limits.get(tier), "had_bytes": had.get(tier)}
                 for tier, nbytes in plan.tier_bytes().items()
             ],
         }

@@ -75,7 +75,7 @@ class Shape:
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
         """Server-sent events: chunks, usage where it is wanted, and the end."""
         kind = "chat.completion.chunk" if self.chats else self.kind
-        open_: dict[int, _Open] = {}
+        open_: dict[int, _OpenChoice] = {}
 
         def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
             usage = {"usage": None} if self.with_usage else {}
@@ -89,7 +89,7 @@ class Shape:
                     yield b": still waiting, or reading the prompt\n\n"
                     continue
                 first = index not in open_
-                now = open_.setdefault(index, _Open(self.reading()))
+                now = open_.setdefault(index, _OpenChoice(self.reading()))
                 if isinstance(piece, Generation):
                     # An answer of no tokens has no piece before its end: here its prompt is written.
                     parts = now.reading.finish() if self.chats else []
@@ -135,7 +135,7 @@ class Shape:
 
 
 @dataclass
-class _Open:
+class _OpenChoice:
     """An answer that streams. `sent`: characters so far. `begun`: calls of tools."""
 
     reading: Reading

@@ -214,7 +214,8 @@ class FunctionChoice(Sent):
 
 
 class ChatRequest(_Sampled):
-    """A body of /v1/chat/completions."""
+    """A body of /v1/chat/completions. The fields from `reasoning_effort` on are taken, and mean nothing: they are
+    labels, ask for nothing of the answer, or say how much a model should think or say, which its template decides."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -224,6 +225,13 @@ class ChatRequest(_Sampled):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     reasoning_budget: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
 
     @property
     def length(self) -> int | None:

@@ -28,7 +28,7 @@ from penstock.serve.generation import Generation, used
 from penstock.serve.pooling import NOT_MADE, Pooling, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
-from penstock.serve.told import Cancelled, Ended, Failed, Piece, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Told
 from penstock.serve.tools.reading import Reading
 from penstock.spec.places import Lane
 
@@ -45,7 +45,7 @@ class Requests(Protocol):
 
 
 @dataclass
-class _Open:
+class _OpenLine:
     """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
     their places. `reading`: takes the answers of a chat apart; None for texts. `vectors`: the embeddings that it
     asks for."""
@@ -99,7 +99,7 @@ class BatchRun:
         self._engine, self._lines, self._journal = engine, lines, journal
         self._names, self._most_tokens, self._on_progress = names, most_tokens, on_progress
         self._told: queue.SimpleQueue[tuple[int, int, Told]] = queue.SimpleQueue()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenLine] = {}
         self._waiting = self._ahead_tokens = 0  # answers that are not whole; tokens of prompts of lines that are open
 
     def run(self, found: Survey) -> Done:
@@ -143,7 +143,9 @@ class BatchRun:
             return
         body, tokens = request.body, sum(map(len, request.prompts))
         vectors = body if isinstance(body, EmbeddingRequest) else None
-        opened = _Open(todo, request.custom_id, None, vectors, request.count, tokens, echoed(request, engine.tokenizer))
+        opened = _OpenLine(
+            todo, request.custom_id, None, vectors, request.count, tokens, echoed(request, engine.tokenizer)
+        )
         try:
             params: SamplingParams | Pooling
             if isinstance(body, EmbeddingRequest):
@@ -177,7 +179,7 @@ class BatchRun:
         return chosen_pooling(body.pooling, self._engine.pooling)
 
     def _put(self, number: int, place: int, what: Told) -> None:
-        if not isinstance(what, Piece):
+        if not isinstance(what, AnswerPiece):
             self._told.put((number, place, what))
 
     def _hear(self, service: Service, done: Done) -> None:
@@ -205,11 +207,11 @@ class BatchRun:
         elif isinstance(what, Cancelled):
             raise BadRequest("the batch was cancelled")
 
-    def _forget(self, opened: _Open) -> None:
+    def _forget(self, opened: _OpenLine) -> None:
         del self._open[opened.todo.number]
         self._ahead_tokens -= opened.todo.prompt_tokens
 
-    def _keep(self, opened: _Open, done: Done) -> None:
+    def _keep(self, opened: _OpenLine, done: Done) -> None:
         """Writes a line's answers into the journal."""
         number, tokenizer = opened.todo.number, self._engine.tokenizer
         answers = [opened.whole[i] for i in range(len(opened.whole))]
@@ -223,14 +225,14 @@ class BatchRun:
         self._add(opened, body, answers, done)
         done.tokens.output += tokens.output
 
-    def _keep_vectors(self, opened: _Open, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
+    def _keep_vectors(self, opened: _OpenLine, asked: EmbeddingRequest, answers: list[Generation], done: Done) -> None:
         width = require_dimensions(asked.dimensions, self._engine.plan.target.spec.d_embed)
         vectors = list(stacked(answers, True, width))
         note = NOT_MADE if self._engine.pooling is None else None
         found = Vectors(self._names[0], vectors, opened.prompt_tokens, note)
         self._add(opened, openai_body(found, asked.encoding_format == "base64"), answers, done)
 
-    def _add(self, opened: _Open, body: dict[str, Any], answers: Sequence[Generation], done: Done) -> None:
+    def _add(self, opened: _OpenLine, body: dict[str, Any], answers: Sequence[Generation], done: Done) -> None:
         number = opened.todo.number
         self._journal.add(number, opened.custom_id, response(self._journal, number, 200, body))
         done.lines += 1

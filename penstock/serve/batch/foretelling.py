@@ -11,8 +11,9 @@ import numpy as np
 
 from penstock.planner.pass_times import PassTimes
 from penstock.planner.predict import Prediction
+from penstock.runtime.host import Progress
 from penstock.serve.batch.survey import Todo
-from penstock.serve.foretold import Clock
+from penstock.serve.foretold import VirtualClock
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler, all_rows
 from penstock.spec.ask import Ask
@@ -21,6 +22,7 @@ from penstock.spec.plan import Plan
 
 # Beyond so many passes, or rows in them, the rest is taken to go on at the same pace. They take some seconds.
 _MOST_PASSES, _MOST_ROWS = 2000, 1 << 18
+_TOLD_PASSES = 8  # between two words about how far it is
 AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
 
 
@@ -55,14 +57,18 @@ def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> f
     return prediction.total_s * answers / max(1, min(at_once, answers))
 
 
-def foretell(plan: Plan, prediction: Prediction, ask: Ask, machine: MachineSpec, todo: Sequence[Todo]) -> Foretelling:
-    """What becomes of lines that are taken in this order. Each is taken to say all that it may.
+def foretell(
+    plan: Plan, prediction: Prediction, ask: Ask, machine: MachineSpec, todo: Sequence[Todo],
+    on_progress: Progress | None = None,
+) -> Foretelling:  # fmt: skip
+    """What becomes of lines that are taken in this order. Each is taken to say all that it may. `on_progress`: is told
+    how many answers are foretold.
 
     Of passes with several batches only the plan's own prediction knows what their prompts take together. There what
     lines say, and what they read, is taken to go at the speed of the ask's block."""
     places = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
     if plan.batches_per_pass == 1:
-        return in_passes(plan, PassTimes(plan, machine, "prefill"), todo, places)
+        return in_passes(plan, PassTimes(plan, machine, "prefill"), todo, places, on_progress)
     answers = sum(each.answers for each in todo)
     said = sum(each.answers * each.output_tokens for each in todo)
     read = sum(map(_rows, todo)) - sum(each.answers * (each.output_tokens - 1) for each in todo)
@@ -71,7 +77,9 @@ def foretell(plan: Plan, prediction: Prediction, ask: Ask, machine: MachineSpec,
     return Foretelling(array("d", (whole_s * (i + 1) / answers for i in range(answers))))
 
 
-def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -> Foretelling:
+def in_passes(
+    plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int, on_progress: Progress | None = None
+) -> Foretelling:  # fmt: skip
     """The same, pass by pass. `places`: answers at once."""
     prompts: dict[int, Ids] = {}
 
@@ -80,10 +88,13 @@ def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -
         return np.concatenate([known, np.full(count - len(known), -1 - request, np.int32)])
 
     scheduler = Scheduler(plan, all_rows(plan), 1 << 60, ids, mixed="prefill")
-    clock, coming = Clock(scheduler, times, {}), _requests(todo)
+    clock, coming = VirtualClock(scheduler, times, {}), _requests(todo)
     total_rows, done_rows, number = sum(map(_rows, todo)), 0, 0
-    ends, more = array("d"), True
-    for _ in range(_MOST_PASSES):
+    ends, more, answers = array("d"), True, sum(each.answers for each in todo)
+    for number_of_pass in range(_MOST_PASSES):
+        if on_progress is not None and number_of_pass % _TOLD_PASSES == 0:
+            share = max(number_of_pass / _MOST_PASSES, done_rows / min(_MOST_ROWS, max(1, total_rows)))
+            on_progress("foretelling, answers", round(min(1.0, share) * answers), answers)
         while more and number - len(clock.end_s) < 2 * places + AHEAD:
             request = next(coming, None)
             if request is None:
@@ -98,7 +109,7 @@ def in_passes(plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int) -
         for request_over in clock.over:
             ends.append(clock.now_s)
             del prompts[request_over]
-    left = sum(each.answers for each in todo) - len(ends)
+    left = answers - len(ends)
     if left:
         last_s = ends[-1] if ends else 0.0
         whole_s = clock.now_s * max(1.0, total_rows / max(1, done_rows))

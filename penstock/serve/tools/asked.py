@@ -24,11 +24,13 @@ Choice = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class Tool:
-    """`parameters`: a JSON schema of the arguments, which are an object."""
+    """`parameters`: a JSON schema of the arguments, which are an object. `strict`: the tool is refused where a keyword
+    of the schema cannot be held; of others such a keyword is told to the model, and no more."""
 
     name: str
     description: str
     parameters: dict[str, Any]
+    strict: bool = False
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -68,8 +70,10 @@ def offered(given: Sequence[Any]) -> tuple[Tool, ...]:
 
 
 def _tool(given: Any) -> Tool:
-    if not isinstance(given, Mapping) or given.get("type", "function") != "function":
+    if not isinstance(given, Mapping):
         raise BadRequest("a tool should be an object with type: function")
+    if (kind := given.get("type", "function")) != "function":
+        raise BadRequest(f"a tool has the type {str(kind)[:200]!r}; it should be an object with type: function")
     function = given.get("function", given)
     if not isinstance(function, Mapping):
         raise BadRequest("a tool's function should be an object")
@@ -85,7 +89,7 @@ def _tool(given: Any) -> Tool:
     parameters = json.loads(checked_schema(function.get("parameters") or _ANY_OBJECT))
     if parameters.setdefault("type", "object") != "object":
         raise BadRequest(f"the parameters of {name} should have type: object")
-    return Tool(name, description, parameters)
+    return Tool(name, description, parameters, function.get("strict") is True)
 
 
 def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, tools: Tools | None) -> tuple[

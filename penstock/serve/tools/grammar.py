@@ -97,7 +97,7 @@ def _channels(tools: Tools, literal: _Literals) -> list[str]:
 
 def _rule(name: str, tool: Tool, writing: Writing, literal: _Literals) -> str:
     before, after = literal(f"{writing.before}{tool.name}{writing.middle}"), literal(writing.after)
-    schema = json.dumps({**tool.parameters, "x-guidance": STYLE})
+    schema = json.dumps({**tool.parameters, "x-guidance": {**STYLE, "lenient": not tool.strict}})
     return f"{name}: {before} %json {schema} {after}"
 
 

@@ -40,7 +40,7 @@ class CallMore:
 
 
 @dataclass
-class Call:
+class ToolCall:
     """A whole call: the tool's name, and arguments as JSON."""
 
     name: str
@@ -53,7 +53,7 @@ class Collected:
 
     said: str = ""
     thought: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, parts: Iterable[Part]) -> Collected:
         for part in parts:
@@ -63,7 +63,7 @@ class Collected:
                 case Thought(text):
                     self.thought += text
                 case CallBegun(name):
-                    self.calls.append(Call(name))
+                    self.calls.append(ToolCall(name))
                 case CallMore(arguments):
                     self.calls[-1].arguments += arguments
         return self

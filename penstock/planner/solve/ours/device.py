@@ -20,7 +20,6 @@ from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
-from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Tier
@@ -44,7 +43,6 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             if plan is None:
                 continue
             any_fits = True
-            plan = (with_rows(problem, plan, share=False) if skeleton.prompts else None) or plan
             told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
             told += sentences(plan, problem.cost, problem.half_way)
             yield Candidate(_name(plan, who, skeleton), plan, told)

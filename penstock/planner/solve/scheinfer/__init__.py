@@ -88,8 +88,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     if solved is not None and not all_there(solved[0]):
         plan, slices = solved
         work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
-        whole = with_rows(problem, plan, share=False) or plan
-        yield Candidate(NAME, whole, _reasons(whole, slices, work))
+        yield Candidate(NAME, plan, _reasons(plan, slices, work))
         skeleton = device_skeleton(problem, plan.chunk_rows, attention_layers=0, lifted=0.0)
         shared = with_rows(problem, plan_of(skeleton, replace(slices, prompts=True)), share=True)
         if shared is not None and problem.fits(shared):

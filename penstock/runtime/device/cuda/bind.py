@@ -141,6 +141,7 @@ class TorchBinding:
             self._pool(op, op.values, batch), a, *self._plan.unit_rows(unit), tables.positions, tables.sequence,
             self._typed(op.a, torch.float32, shape), batch.bound_rows, self._kernels, self._scratch(op.scratch),
             vector(self._view(op.norms[0]), self._parts[f"{layer}.norms"].block("sinks")) if op.norms else None,
+            op.value_share,
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:

@@ -22,7 +22,7 @@ from penstock.graph.tasks import Call, Pass
 from penstock.kernels.gpu.choose import choose
 from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.fit import Fit, Tell, fit, fit_well
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, Timed, attention_rates, probe_plan, some_numbers
+from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, TimedOp, attention_rates, probe_plan, some_numbers
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.places import GPU
@@ -214,7 +214,7 @@ class _Layers:
                 tell(f"{op}, {self._kind}, {rows[-1]} rows, device: r² {line.r2:.2f}")
         return lines
 
-    def _time(self, rows: int, start: int, ops: Sequence[str]) -> list[Timed]:
+    def _time(self, rows: int, start: int, ops: Sequence[str]) -> list[TimedOp]:
         """Times per op and size. All calls of one size are timed as one run through the layers, which are more than a
         cache holds."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])
@@ -227,7 +227,9 @@ class _Layers:
                 for call in task.calls:
                     if call.op in ops:
                         alike.setdefault((call.op, call.bytes, call.flops), []).append(call)
-        return [Timed(*key, self._clock.seconds(self._recorded(calls), 2) / len(calls)) for key, calls in alike.items()]
+        return [
+            TimedOp(*key, self._clock.seconds(self._recorded(calls), 2) / len(calls)) for key, calls in alike.items()
+        ]
 
     def launch_s(self) -> float:
         """Seconds per call that the CPU takes to launch the calls of a step one by one."""

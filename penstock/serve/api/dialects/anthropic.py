@@ -5,198 +5,25 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
-from pydantic import Field
 
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import PenstockError
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat, chat_of
 from penstock.serve.api.desk import AskedChat, Desk
+from penstock.serve.api.dialects.anthropic_wire import CountRequest, MessagesRequest
 from penstock.serve.api.errors import error_body
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, Sent
 from penstock.serve.generation import Generation, Used
-from penstock.serve.sampling import SamplingParams, with_model_defaults
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
-from penstock.serve.tools.asked import Tools, offered
 from penstock.serve.tools.reading import CallBegun, CallMore, Part, Reading, Said, Thought
 
 _PATH = "/v1/messages"
-
-
-class _Block(Sent):
-    """`cache_control`: means nothing here, since what prompts begin with is always shared."""
-
-    cache_control: dict[str, Any] | None = None
-
-
-class TextBlock(_Block):
-    type: Literal["text"]
-    text: str
-    citations: None = None
-
-
-class ThinkingBlock(_Block):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseBlock(_Block):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResultBlock(_Block):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[TextBlock] = ""
-    is_error: bool = False
-
-
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
-
-
-class Turn(Sent):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
-
-
-class OfferedTool(_Block):
-    type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-
-
-class ToolChoice(Sent):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
-
-
-class Thinking(Sent):
-    """Models think or do not think as their template has it. `budget_tokens`: the most of what they think. `display`:
-    means nothing."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
-    display: str | None = None
-
-
-class OutputFormat(Sent):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class OutputConfig(Sent):
-    """`effort`: means nothing."""
-
-    effort: str | None = None
-    format: OutputFormat | None = None
-
-
-class CountRequest(Sent):
-    """A body of /v1/messages/count_tokens. `preface`: the system prompt."""
-
-    model: str | None = None
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    preface: str | list[TextBlock] | None = Field(default=None, alias="system")
-    tools: list[OfferedTool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them, in OpenAI's form. Raises BadRequest if the last one is the
-        assistant's."""
-        if self.messages[-1].role == "assistant":
-            raise BadRequest("the last message should be the user's: an answer cannot be begun for the model")
-        found = [{"role": "system", "content": _text(self.preface)}] if self.preface else []
-        return [*found, *(message for turn in self.messages for message in _messages(turn))]
-
-    def callable(self) -> Tools | None:
-        """The tools that the answer may call. Raises BadRequest."""
-        choice = self.tool_choice or ToolChoice(type="auto")
-        if not self.tools or choice.type == "none":
-            return None
-        given = [
-            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
-        ]
-        tools = Tools(offered(given), parallel=not choice.disable_parallel_tool_use)
-        if choice.type == "tool":
-            return tools.only(choice.name or "")
-        return replace(tools, choice="required") if choice.type == "any" else tools
-
-
-class MessagesRequest(CountRequest):
-    """A body of /v1/messages. `metadata`, `service_tier` and `cache_control` are taken, and mean nothing."""
-
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
-    temperature: float | None = Field(default=None, ge=0, le=1e6)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    stop_sequences: list[str] | None = None
-    stream: bool = False
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    cache_control: dict[str, Any] | None = None
-
-    def _schema(self) -> dict[str, Any] | None:
-        return self.output_config.format.schema_ if self.output_config and self.output_config.format else None
-
-    def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
-        """How tokens are chosen. Raises BadRequest."""
-        stops = self.stop_sequences or []
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise BadRequest(f"stop_sequences may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
-        return with_model_defaults(
-            generation_config, max_tokens=min(self.max_tokens, most_tokens), temperature=self.temperature,
-            top_p=self.top_p, top_k=self.top_k, stop=tuple(stops) or None, json_schema=self._schema(),
-            thinking_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
-        )  # fmt: skip
-
-
-def _text(content: str | Sequence[TextBlock] | None) -> str:
-    """A text, or blocks of it."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(block.text for block in content)
-
-
-def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """A turn in OpenAI's form: results of tools are messages of their own, before what the user says beside them.
-    Raises BadRequest where a block is the other side's."""
-    if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    messages: list[dict[str, Any]] = []
-    message: dict[str, Any] = {"role": turn.role, "content": ""}
-    for block in turn.content:
-        if isinstance(block, ToolResultBlock):
-            _require(turn.role == "user", "tool_result", "user")
-            result = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
-        elif isinstance(block, ToolUseBlock):
-            _require(turn.role == "assistant", "tool_use", "assistant")
-            call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-            message.setdefault("tool_calls", []).append(call)
-        elif isinstance(block, ThinkingBlock):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-        else:
-            message["content"] += block.text
-    said = message["content"] or "tool_calls" in message or not messages
-    return [*messages, message] if said else messages
-
-
-def _require(good: bool, block: str, role: str) -> None:
-    if not good:
-        raise BadRequest(f"a {block} block is for messages of the {role}")
 
 
 @dataclass(frozen=True)

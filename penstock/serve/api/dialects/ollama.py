@@ -27,7 +27,7 @@ from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.schemas import JSON_OBJECT
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, offered
-from penstock.serve.tools.reading import Call, Collected, Reading
+from penstock.serve.tools.reading import Collected, Reading, ToolCall
 
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
@@ -236,7 +236,7 @@ def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def _called(call: Call) -> dict[str, Any]:
+def _called(call: ToolCall) -> dict[str, Any]:
     """A call; one that was cut has no arguments."""
     try:
         arguments = json.loads(call.arguments)

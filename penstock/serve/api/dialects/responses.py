@@ -6,210 +6,33 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import PenstockError
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.chats import Chat
 from penstock.serve.api.desk import AskedChat, Desk
+from penstock.serve.api.dialects.responses_wire import ResponsesRequest
 from penstock.serve.api.shape import call_id
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, TEXT_ALONE, Sent
 from penstock.serve.generation import Generation, Used
-from penstock.serve.sampling import SamplingParams, with_model_defaults
-from penstock.serve.schemas import JSON_OBJECT
+from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
-from penstock.serve.tools.asked import Tools, offered
 from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought
-
-
-class _Given(BaseModel):
-    """An item as an earlier response had it: what else it holds is not read."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-class ResponseText(_Given):
-    type: Annotated[Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"], TEXT_ALONE]
-    text: str
-
-
-class MessageItem(_Given):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ResponseText]
-
-
-class CallItem(_Given):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class OutputItem(_Given):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[ResponseText]
-
-
-class ReasoningItem(_Given):
-    type: Literal["reasoning"]
-    content: list[ResponseText] | None = None
-
-
-def _kind(item: Any) -> str:
-    """Which item it is: a message need not say so."""
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return kind if isinstance(kind, str) else "message"
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-
-
-class AnswerFormat(Sent):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextConfig(Sent):
-    """`verbosity`: means nothing."""
-
-    format: AnswerFormat | None = None
-    verbosity: str | None = None
-
-
-class NamedFunction(Sent):
-    type: Literal["function"]
-    name: str
-
-
-class ResponsesRequest(Sent):
-    """A body of /v1/responses. `store`, `include`, `metadata`, `reasoning` and names of the client's are taken, and
-    mean nothing: models think as their template has it."""
-
-    model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    temperature: float | None = Field(default=None, ge=0, le=1e6)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    store: bool | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
-    reasoning: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The items as chat templates take them: calls that follow each other are one message's."""
-        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        thought = ""
-        for item in self.input:
-            if isinstance(item, ReasoningItem):
-                thought += _text(item.content or "")
-                continue
-            if isinstance(item, OutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            elif isinstance(item, CallItem):
-                call = {
-                    "id": item.call_id, "type": "function",
-                    "function": {"name": item.name, "arguments": item.arguments},
-                }  # fmt: skip
-                if not (messages and messages[-1]["role"] == "assistant"):
-                    messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
-            if thought and messages[-1]["role"] == "assistant":
-                messages[-1]["reasoning_content"], thought = thought, ""
-        return messages
-
-    def callable(self) -> Tools | None:
-        """The functions that the answer may call. Raises BadRequest."""
-        tools = Tools(offered(self.tools or ()), parallel=self.parallel_tool_calls is not False)
-        if not self.tools or self.tool_choice == "none":
-            return None
-        if isinstance(self.tool_choice, NamedFunction):
-            return tools.only(self.tool_choice.name)
-        return replace(tools, choice="required") if self.tool_choice == "required" else tools
-
-    def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
-        """How tokens are chosen. Raises BadRequest."""
-        form = self.text.format if self.text is not None else None
-        schema = JSON_OBJECT if form is not None and form.type == "json_object" else None
-        if form is not None and form.type == "json_schema" and form.schema_ is None:
-            raise BadRequest("text.format is a json_schema without its schema")
-        return with_model_defaults(
-            generation_config, max_tokens=self.max_output_tokens or most_tokens, temperature=self.temperature,
-            top_p=self.top_p, json_schema=form.schema_ if form is not None and form.schema_ is not None else schema,
-        )  # fmt: skip
-
-    def told(self) -> dict[str, Any]:
-        """What a response repeats of its request. Raises BadRequest for what no JSON can hold."""
-        told = self._told()
-        try:
-            json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the request holds what JSON cannot: {str(error)[:200]}") from None
-        return told
-
-    def _told(self) -> dict[str, Any]:
-        return {
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
-            "metadata": self.metadata or {},
-            "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "temperature": self.temperature,
-            "tool_choice": "auto" if self.tool_choice is None else _plain(self.tool_choice),
-            "tools": self.tools or [],
-            "top_p": self.top_p,
-            "text": {"format": {"type": "text"}} if self.text is None else _plain(self.text),
-            "truncation": "disabled",
-        }
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, BaseModel) else value
-
-
-def _text(content: str | Sequence[ResponseText]) -> str:
-    """A text, or parts of it."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 @dataclass
 class ResponseForm:
-    """`told`: what the response repeats of its request. `reading`: takes the answer apart."""
+    """`told`: what the response repeats of its request. `reading`: takes the answer apart. `spaces`: as
+    `ResponsesRequest.spaces`."""
 
     model: str
     told: dict[str, Any]
     reading: Reading
+    spaces: Mapping[str, tuple[str, str]]
     media_type: str = "text/event-stream"
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -217,10 +40,10 @@ class ResponseForm:
     def whole(self, answers: Sequence[Generation], used: Used) -> dict[str, Any]:
         (answer,) = answers
         read = self.reading.whole(answer.text)
-        return self._response(answer, used, _items(read, answer.finish_reason == "length"))
+        return self._response(answer, used, _items(read, answer.finish_reason == "length", self.spaces))
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        events = _Events()
+        events = _ResponseEvents(self.spaces)
         begun = {**self._head("in_progress"), "output": [], "usage": None}
         yield events.event("response.created", response=begun)
         yield events.event("response.in_progress", response=begun)
@@ -254,11 +77,12 @@ class ResponseForm:
         return {**response, "incomplete_details": {"reason": "max_output_tokens"}} if cut else response
 
 
-class _Events:
+class _ResponseEvents:
     """The events of a streamed response. `items`: those that are whole. One at a time is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, spaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[dict[str, Any]] = []
+        self._spaces = spaces
         self._number = 0
         self._open: dict[str, Any] | None = None
 
@@ -275,7 +99,7 @@ class _Events:
             case Thought(text):
                 return [*self._turn_to("reasoning"), self._more("response.reasoning_text.delta", text)]
             case CallBegun(name):
-                return [*self.close(), *self._begin(_call_item(name, ""))]
+                return [*self.close(), *self._begin(_call_item(name, "", self._spaces))]
             case CallMore(arguments):
                 assert self._open is not None, "arguments follow the beginning of their call"
                 self._open["arguments"] += arguments
@@ -334,12 +158,12 @@ class _Events:
         return {"item_id": self._open["id"], "output_index": len(self.items)}
 
 
-def _items(read: Collected, cut: bool) -> list[dict[str, Any]]:
+def _items(read: Collected, cut: bool, spaces: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
     """All items of an answer, of which the last one is incomplete where the answer was cut."""
     items = [_item("reasoning", read.thought)] if read.thought else []
     if read.said or not read.calls:
         items.append(_item("message", read.said))
-    items += [_call_item(call.name, call.arguments) for call in read.calls]
+    items += [_call_item(call.name, call.arguments, spaces) for call in read.calls]
     for item in items:
         item["status"] = "incomplete" if cut and item is items[-1] else "completed"
     return items
@@ -359,9 +183,11 @@ def _item(kind: str, text: str) -> dict[str, Any]:
     return {"id": f"msg_{number}", "type": kind, "role": "assistant", "content": [part]}
 
 
-def _call_item(name: str, arguments: str) -> dict[str, Any]:
+def _call_item(name: str, arguments: str, spaces: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    space, name = spaces.get(name, (None, name))
     number = {"id": f"fc_{secrets.token_hex(12)}", "call_id": call_id()}
-    return {**number, "type": "function_call", "name": name, "arguments": arguments}
+    inside = {} if space is None else {"namespace": space}
+    return {**number, "type": "function_call", **inside, "name": name, "arguments": arguments}
 
 
 def _usage(used: Used) -> dict[str, Any]:
@@ -381,9 +207,9 @@ def routes(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> ResponseForm:
-            return ResponseForm(name, told, chat.reading(params))
+            return ResponseForm(name, told, chat.reading(params), spaces)
 
-        told = body.told()
+        told, spaces = body.told(), body.spaces
         about: dict[str, Any] = {"model": body.model, "params": body.params, "stream": bool(body.stream)}
         asked = AskedChat(**about, messages=body.conversation(), tools=body.callable(), form=form)
         return await desk.chat(request, asked)

@@ -1,0 +1,193 @@
+"""The parts of `bench.experts`, and how an engine's turn of each is measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bench.cpu import spread
+from bench.experts_engines import PREFILL_TOKENS, Engines
+from bench.peers import Worker
+from bench.rounds import Figures
+
+PREFILL_GB = "9.2"
+COLD_TOKENS = 16
+STEADY_TOKENS = 160  # more, before caches are as they stay
+STEADY = ("tokens_per_s", "share_of_bound", "share_of_layer_chain", "hit_rate", "disk_bytes_exact")
+RESIDENT_TOKENS = 32
+
+
+class Tokens(NamedTuple):
+    """Tokens that warm both engines (the cold ones count among them), and those that are measured."""
+
+    warm: int
+    measured: int
+
+
+def measured(engines: Engines, worker: Worker, command: str, tokens: int) -> Figures:
+    """A decode of ours between two readings of the ceilings, and its bounds."""
+    facts = worker.facts
+    plain, single = engines.ceilings(), engines.ceilings(facts["expert_bytes"])
+    before = (plain.read(), single.read())
+    answer = worker.ask(command, tokens)
+    after = (plain.read(), single.read())
+    plain.close()
+    single.close()
+    ram = statistics.mean(reading.ram_read_bytes_per_s for reading in (*before, *after))
+    disk, disk_by_expert = (
+        statistics.mean(reading.disk_read_bytes_per_s for reading in readings)
+        for readings in zip(before, after, strict=True)
+    )
+    seconds, expert_bytes, by_misses = answer["seconds"], facts["expert_bytes"], answer["by_misses"]
+    active_bytes = facts["active"] * expert_bytes
+    bytes_per_token = facts["dense_bytes"] + facts["routed_layers"] * active_bytes
+    missed_bytes = answer["missed"] * expert_bytes
+    bound_s = max(missed_bytes / disk, tokens * bytes_per_token / ram)
+    chain_s = tokens * facts["dense_bytes"] / ram
+    layers = by_misses if sum(by_misses) else [tokens * facts["routed_layers"]]
+    for misses, times in enumerate(layers):
+        chain_s += times * max(misses * expert_bytes / disk_by_expert, active_bytes / ram)
+    return {
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "share_of_bound": bound_s / seconds,
+        "share_of_layer_chain": chain_s / seconds,
+        "share_of_ram_bandwidth": tokens * bytes_per_token / seconds / ram,
+        "disk_bytes_per_token": answer["disk_bytes"] / tokens,
+        "disk_bytes_exact": answer["exact"],
+        "wrong_guesses_per_token": answer["wrong_guesses"] / tokens,
+        "hit_rate": answer["hit_rate"],
+        "peak_host_bytes": answer["peak_host_bytes"],
+        "ram_read_bytes_per_s": ram,
+        "disk_read_bytes_per_s": disk,
+        "disk_read_by_expert_bytes_per_s": disk_by_expert,
+    }
+
+
+class Part(NamedTuple):
+    """What is measured in rounds of one or several engines' turns, each with its name; every other round they come the
+    other way round. `together`: figures of a round, of those of its turns. The `optional` ones may be missing."""
+
+    turns: dict[str, Callable[[], Figures]]
+    together: Callable[[dict[str, Figures]], Figures]
+    optional: tuple[str, ...] = ()
+
+
+def budget(engines: Engines, gb: str, table: str, tokens: Tokens, beside: bool) -> Part:
+    """Ours and the peer within so many GB. `table` "local" is of injected answers, which no peer follows."""
+    limit = engines.limit(gb)
+
+    def peer() -> Figures:
+        with engines.peer(limit, "--mmap") as (worker, _):
+            worker.ask("follow", tokens.warm)
+            return {"llamacpp_tokens_per_s": tokens.measured / worker.ask("follow", tokens.measured)["seconds"]}
+
+    def together(turns: dict[str, Figures]) -> Figures:
+        figures = turns["ours"] | turns.get("peer", {})
+        if "peer" in turns:
+            figures["vs_llamacpp"] = figures["tokens_per_s"] / figures["llamacpp_tokens_per_s"]
+        return figures
+
+    command = "follow_local" if table == "local" else "follow"
+    both = {"ours": lambda: _ours_within(engines, limit, command, tokens), "peer": peer}
+    return Part(both if beside and table != "local" else {"ours": both["ours"]}, together, ("peer",))
+
+
+def _ours_within(engines: Engines, limit: int, command: str, tokens: Tokens) -> Figures:
+    with engines.ours(limit) as (worker, cgroup):
+        cold_s = worker.ask(command, COLD_TOKENS)["seconds"]
+        if tokens.warm > COLD_TOKENS:
+            worker.ask(command, tokens.warm - COLD_TOKENS)
+        figures = measured(engines, worker, command, tokens.measured)
+        # A prediction is of caches that have seen many tokens. The peer would take an hour to see as many.
+        worker.ask(command, STEADY_TOKENS)
+        steady = measured(engines, worker, command, tokens.measured)
+        figures["warm_tokens"] = tokens.warm
+        figures |= {f"steady_{name}": steady[name] for name in STEADY}
+        told = worker.ask("predicted", 0)
+        facts = worker.facts
+        return figures | {
+            "cold_tokens_per_s": COLD_TOKENS / cold_s,
+            "predicted_cold_tokens_per_s": COLD_TOKENS / facts["predicted_cold_s"]
+            if facts["predicted_cold_s"]
+            else None,
+            "predicted_tokens_per_s": told["tokens_per_s"],
+            "predicted_hit_rate": told["hit_rate"],
+            "predicted_vs_measured": told["tokens_per_s"] / figures["steady_tokens_per_s"],
+            "planned_host_bytes": facts["planned_host_bytes"],
+            "peak_cgroup_bytes": cgroup.peak_bytes() if cgroup else 0,
+            "facts": facts,
+        }
+
+
+def resident(engines: Engines) -> Part:
+    """Everything in memory: ours, and the peer repacked and as it is, of which the faster counts."""
+
+    def ours() -> Figures:
+        with engines.ours(None, "--prompt", PREFILL_TOKENS) as (worker, _):
+            worker.ask("follow", COLD_TOKENS)
+            figures = measured(engines, worker, "follow", RESIDENT_TOKENS)
+            figures["prefill_tokens_per_s"] = PREFILL_TOKENS / worker.ask("prefill", PREFILL_TOKENS)["seconds"]
+            return figures | {"facts": worker.facts}
+
+    def peer(how: str) -> Figures:
+        with engines.peer(None, how) as (worker, _):
+            worker.ask("follow", COLD_TOKENS)
+            decode = RESIDENT_TOKENS / worker.ask("follow", RESIDENT_TOKENS)["seconds"]
+            return {"decode": decode, "prefill": PREFILL_TOKENS / worker.ask("prefill", PREFILL_TOKENS)["seconds"]}
+
+    def together(turns: dict[str, Figures]) -> Figures:
+        figures = dict(turns["ours"])
+        for name in ("decode", "prefill"):
+            figures[f"llamacpp_{name}_tokens_per_s"] = max(turns[peer][name] for peer in ("repacked", "plain"))
+        figures["decode_share_of_ram_bandwidth"] = figures["share_of_ram_bandwidth"]
+        figures["vs_llamacpp"] = figures["tokens_per_s"] / figures["llamacpp_decode_tokens_per_s"]
+        figures["prefill_vs_llamacpp"] = figures["prefill_tokens_per_s"] / figures["llamacpp_prefill_tokens_per_s"]
+        return figures | {"llamacpp": {peer: turns[peer] for peer in ("repacked", "plain")}}
+
+    return Part({"ours": ours, "repacked": lambda: peer(""), "plain": lambda: peer("--plain")}, together)
+
+
+def prefill(engines: Engines) -> Part:
+    """Of one prompt within a budget, beside max(its bytes / disk, the time of the same round with all in memory)."""
+
+    def of(within: int | None) -> Figures:
+        with engines.ours(within, "--prompt", PREFILL_TOKENS) as (worker, _):
+            worker.ask("prefill", PREFILL_TOKENS)  # not counted
+            ceilings = engines.ceilings()
+            before = ceilings.read()
+            answer = worker.ask("prefill", PREFILL_TOKENS)
+            disk = (before.disk_read_bytes_per_s + ceilings.read().disk_read_bytes_per_s) / 2
+            ceilings.close()
+            return {"s": answer["seconds"], "disk_s": answer["disk_bytes"] / disk}
+
+    def together(turns: dict[str, Figures]) -> Figures:
+        figures = {f"{turn}_{name}": value for turn, found in turns.items() for name, value in found.items()}
+        bound_s = max(figures["limited_disk_s"], figures["resident_s"])
+        return figures | {"share_of_bound": bound_s / figures["limited_s"]}
+
+    limit = engines.limit(PREFILL_GB)
+    return Part({"resident": lambda: of(None), "limited": lambda: of(limit)}, together)
+
+
+def medians(found: list[Figures]) -> Figures:
+    """Of every figure that all rounds have; whether what was exact was so in all; what each round gave. `facts` are the
+    last round's."""
+    rounds = [without_facts(figures) for figures in found]
+    facts = {"facts": found[-1]["facts"]} if "facts" in found[-1] else {}
+    middle: Figures = {}
+    for name, value in rounds[0].items():
+        column = [figures[name] for figures in rounds if name in figures]
+        if len(column) < len(rounds):
+            continue
+        if isinstance(value, bool):
+            middle[name] = all(column)
+        elif isinstance(value, float | int):
+            middle[name] = statistics.median(column)
+    ranges = {name: spread([each[name] for each in rounds]) for name in middle if not isinstance(middle[name], bool)}
+    return middle | {"ranges": ranges, "by_round": rounds} | facts
+
+
+def without_facts(figures: Figures) -> Figures:
+    return {name: value for name, value in figures.items() if name != "facts"}
