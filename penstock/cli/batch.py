@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,11 +34,12 @@ from penstock.units import MIB, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.runtime.host import Progress
     from penstock.serve.batch.answering import Done
+    from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
+    from penstock.serve.batch.nodes import NodeWork
     from penstock.serve.batch.survey import Survey
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
-    from penstock.serve.source import Source
     from penstock.spec.ask import Ask
 
 _LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wait (`answering`)
@@ -73,6 +75,10 @@ def batch(
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
+    nodes: Annotated[
+        int | None,
+        Option("--nodes", metavar="N", min=1, help="Over a Ray cluster: so many engines, one a node (extra: ray)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answers to a file of requests, as many at once as makes most tokens a second.
@@ -84,6 +90,10 @@ def batch(
     if importlib.util.find_spec("pydantic") is None:
         raise BadRequest("requests are read with pydantic: pip install 'penstock[serve]'")
     machine.prepare()
+    if nodes is not None and plan_file is not None:
+        raise BadRequest("--nodes plans on each node by its own figures: it goes without --plan")
+    if nodes is not None and importlib.util.find_spec("ray") is None:
+        raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'")
     plan = given_plan(plan_file, machine, work)
     work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     out = file_to_write(answers, "OUT")
@@ -92,6 +102,7 @@ def batch(
     from penstock.serve.batch.foretelling import foretell
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
+    from penstock.serve.batch.nodes import NodeWork
     from penstock.serve.batch.sizing import best_ask
     from penstock.serve.batch.survey import survey
     from penstock.serve.planning import describe
@@ -125,11 +136,18 @@ def batch(
             if as_json:
                 print_json(_counts(None, refused, before, len(lines)))
             return
-        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
         ask = _ask(work, machine, found, context)
+        if nodes is not None:
+            how = replace(_loading(machine, _beside(found, lines, tokenizer), 0), cache=machine.named_cache)
+            where = str(Path(model).absolute()) if Path(model).exists() else model
+            sha256 = model_sha256(source.folder)
+            there = NodeWork(where, weights, sha256, ask, how, names, max_tokens, -(-found.answers // nodes))
+            _over_nodes(there, lines, journal, found, nodes, (refused, before), as_json)
+            return
+        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
         if plan is None:
             with progress() as tell:
-                ask = best_ask(ask, found, source.folder, _loading(machine, beside, source), tell)
+                ask = best_ask(ask, found, source.folder, _loading(machine, beside, source.beside_bytes), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
             with progress() as tell:
@@ -140,10 +158,51 @@ def batch(
                     shown = _ShownBatch(tell, found.answers)
                     done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
             except KeyboardInterrupt:
-                left = len(lines) - len(journal.done)
-                note(f"{left} of {len(lines)} lines are left: the same command goes on with them")
+                _say_left(lines, journal)
                 raise
             _report(engine, done, refused, before, places, len(lines), as_json)
+
+
+def _over_nodes(
+    there: NodeWork, lines: Lines, journal: Journal, found: Survey, nodes: int, earlier: tuple[int, int], as_json: bool
+) -> None:
+    """Answers by engines on several machines, and says what came of it. `earlier`: lines that were refused, and that
+    were done before."""
+    from penstock.serve.batch.nodes import Told, answer
+
+    told, start_s = Told(), time.perf_counter()
+    with progress() as tell:
+
+        def hear(counts: dict[str, Any]) -> None:
+            told.add(counts)
+            rate = told.tokens.output / (time.perf_counter() - start_s)
+            tell(f"{rate:.3g} tok/s; answers", told.answers, found.answers)
+
+        try:
+            answer(there, lines, journal, found, nodes, hear)
+        except KeyboardInterrupt:
+            _say_left(lines, journal)
+            raise
+    seconds = time.perf_counter() - start_s
+    rate = told.tokens.output / seconds
+    if not as_json:
+        note(f"{told.answers} answers, {told.tokens.output} tokens in {format_seconds(seconds)}: {rate:.3g} tok/s")
+        return
+    refused, before = earlier
+    print_json(
+        _counts(None, refused + told.failed, before, len(lines))
+        | {
+            "prompts": told.lines, "answers": told.answers, "prompt_tokens": told.tokens.prompt,
+            "cached_tokens": told.tokens.cached, "output_tokens": told.tokens.output, "seconds": seconds,
+            "generation_tokens_per_s": rate, "decode_tokens_per_s": nodes * told.decode_tokens_per_s,
+            "bytes_moved": told.bytes_moved, "peak_host_bytes": told.peak_host_bytes,
+            "peak_device_bytes": told.peak_device_bytes,
+        }
+    )  # fmt: skip
+
+
+def _say_left(lines: Lines, journal: Journal) -> None:
+    note(f"{len(lines) - len(journal.done)} of {len(lines)} lines are left: the same command goes on with them")
 
 
 def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
@@ -157,12 +216,13 @@ def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
     return of_size(ask, min(work.batch, found.answers, MOST_SEQUENCES))
 
 
-def _loading(machine: Machine, beside: dict[str, Any], source: Source) -> Loading:
+def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loading:
+    """How to load. `more_bytes`: of memory that the process takes, beyond those of `beside`."""
     from penstock.serve.loading import Loading
 
     how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
     how["kernels"] = machine.isa
-    beside = {**beside, "beside_bytes": beside["beside_bytes"] + source.beside_bytes}
+    beside = {**beside, "beside_bytes": beside["beside_bytes"] + more_bytes}
     return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
 
 

@@ -121,6 +121,11 @@ class Machine:
         """The folder of --cache. Raises BadRequest."""
         return cache_folder(self.cache)
 
+    @property
+    def named_cache(self) -> Path | None:
+        """The folder of --cache; None where it is not given. Raises BadRequest."""
+        return self.cache_folder if self.cache else None
+
 
 @dataclass(frozen=True)
 class Work:

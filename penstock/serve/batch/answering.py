@@ -12,17 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.errors import BadRequest
 from penstock.serve.api.embeddings import Vectors, openai_body
 from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.api.wire import EmbeddingRequest
 from penstock.serve.batch.foretelling import AHEAD, Foretelling
-from penstock.serve.batch.journal import Journal
-from penstock.serve.batch.lines import Lines
 from penstock.serve.batch.requests import NoRequest, echoed, read
-from penstock.serve.batch.survey import Survey, Todo, refuse, response
+from penstock.serve.batch.survey import Answers, Survey, Todo, refuse, response
 from penstock.serve.counts import TokenCounts
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
@@ -37,6 +35,13 @@ from penstock.spec.places import Lane
 _AHEAD_TOKENS = 1 << 18  # of prompts that wait or are answered, beyond one for each place: each takes 40 bytes
 _MOST_NUMBERS = 1 << 20  # of a line's embeddings: 32 bytes each while they are written
 _LOOK_S = 0.5  # between two looks at how far it is
+
+
+class Requests(Protocol):
+    """Where lines are read."""
+
+    def text(self, number: int) -> bytes:
+        """A line's bytes. Raises BadRequest where it is not what it was."""
 
 
 @dataclass
@@ -87,7 +92,7 @@ class BatchRun:
     twice a second."""
 
     def __init__(
-        self, engine: Engine, lines: Lines, journal: Journal, names: Sequence[str], most_tokens: int,
+        self, engine: Engine, lines: Requests, journal: Answers, names: Sequence[str], most_tokens: int,
         foretold: Foretelling, on_progress: Callable[[Done], None] | None = None,
     ) -> None:  # fmt: skip
         self._foretold = foretold

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,16 @@ class Survey:
         return max(1, -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers)))
 
 
+class Answers(Protocol):
+    """Where answers are written down: a file, or a list on its way to one."""
+
+    def id_of(self, number: int) -> str:
+        """The id of a line's answer."""
+
+    def add(self, number: int, custom_id: str | None, response: Any, error: Any = None) -> None:
+        """Adds a line's answer. Raises StorageFailed."""
+
+
 def survey(
     lines: Lines, journal: Journal, names: Sequence[str], tokenizer: Tokenizer, most_tokens: int, context: int,
     on_progress: Progress | None = None,
@@ -110,7 +120,7 @@ def survey(
     return found
 
 
-def refuse(journal: Journal, number: int, error: NoRequest) -> None:
+def refuse(journal: Answers, number: int, error: NoRequest) -> None:
     """Writes down why a line has no answer: as the server would have answered, or where it is no request at all as an
     error alone. Raises StorageFailed."""
     if error.code == "invalid_line":
@@ -121,7 +131,7 @@ def refuse(journal: Journal, number: int, error: NoRequest) -> None:
     journal.add(number, error.custom_id, response(journal, number, status, body))
 
 
-def response(journal: Journal, number: int, status: int, body: Any) -> dict[str, Any]:
+def response(journal: Answers, number: int, status: int, body: Any) -> dict[str, Any]:
     """What a server would have answered to a line."""
     return {"status_code": status, "request_id": journal.id_of(number), "body": body}
 
