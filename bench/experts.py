@@ -14,9 +14,10 @@ out: budgets shrink with its weights.
 The whole takes hours. With `--rows FILE` each engine's turn is kept as it ends, and `--resume` counts those that are
 there. So parts can be run one by one (`--only`, `--tables`, `--rounds`, `--turns`), each within minutes, after `--only
 models` has written what they read and `--only ready` has probed the machine; `--tokens` makes the turns of a budget
-shorter. The last line is one JSON object of all rounds of which every turn is there (of a budget, ours alone where the
-peer had none). It names the parts that are missing, and says when each turn was measured and of how many builds of the
-package they are.
+shorter. A file holds turns of one build, machine, shape and number of tokens: others end the bench. The last line is
+one JSON object of all rounds of which every turn is there (of a budget, ours alone where the peer had none, with null
+beside it). It names the parts that are missing and the turns that have fewer rounds than others of their part, and
+says when each turn was measured and of how many builds of the package they are.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bench.experts_engines import TABLES, WEIGHTS, Engines
 from bench.experts_rounds import Part, Tokens, budget, medians, prefill, resident, without_facts
 from bench.offload_engines import tell
-from bench.rounds import Figures, Rounds
-from penstock.runtime import host
-from penstock.runtime.this_machine import cpu_name
+from bench.rounds import Figures, Rounds, checksum, this_machine
 
 BUDGETS_GB = ("13.5", "9.2", "4.9")
 # The peer takes some 10 s a token where least fits.
@@ -53,66 +52,114 @@ def parts_of(engines: Engines, tokens: Tokens | None, beside: bool) -> dict[str,
     return parts
 
 
-def measure(rounds: Rounds, name: str, part: Part, wanted: int, only: Collection[str]) -> None:
-    """The turns that are missing of so many rounds of a part; of the engines `only` alone, if any are named."""
-    for nth in range(wanted):
-        for turn in part.turns if nth % 2 == 0 else reversed(part.turns):
-            called = f"{name} {turn}"
-            if (not only or turn in only) and len(rounds.turns(called)) <= nth:
-                rounds.measure(called, part.turns[turn])
-                tell(f"{called}, round {nth + 1}: {json.dumps(without_facts(rounds.turns(called)[nth]))}")
+def left(rounds: Rounds, name: str, part: Part, wanted: int, only: Collection[str]) -> list[tuple[int, str]]:
+    """What is missing of so many rounds of a part, as (round, turn) in their order; of the engines `only` alone, if any
+    are named."""
+    return [
+        (nth, turn)
+        for nth in range(wanted)
+        for turn in (part.turns if nth % 2 == 0 else reversed(part.turns))
+        if (not only or turn in only) and len(rounds.turns(f"{name} {turn}")) <= nth
+    ]
 
 
-def found(rounds: Rounds, name: str, part: Part) -> Figures | None:
-    """The medians of the rounds of which all turns are there; None where there is none."""
-    there = {turn: rounds.turns(f"{name} {turn}") for turn in part.turns}
-    needed = {turn: of for turn, of in there.items() if of or turn not in part.optional}
-    whole = [part.together(dict(zip(needed, each, strict=True))) for each in zip(*needed.values(), strict=False)]
-    return medians(whole) if whole else None
+def measure(rounds: Rounds, name: str, part: Part, due: Sequence[tuple[int, str]]) -> None:
+    for nth, turn in due:
+        called = f"{name} {turn}"
+        rounds.measure(called, part.turns[turn])
+        tell(f"{called}, round {nth + 1}: {json.dumps(without_facts(rounds.turns(called)[nth]))}")
 
 
-def main() -> None:
+def found(rounds: Rounds, name: str, part: Part) -> tuple[Figures | None, list[str]]:
+    """The medians of the rounds of which all turns are there but optional ones, None where there is none; and what is
+    missing: the whole part then, else the turns that have fewer rounds than others."""
+    there = {turn: rounds.turns(f"{name} {turn}") for turn in (*part.turns, *part.optional)}
+    most = max(map(len, there.values()))
+    whole = min(len(of) for turn, of in there.items() if turn not in part.optional)
+    if not whole:
+        return None, [name]
+    each = [part.together({turn: of[nth] for turn, of in there.items() if nth < len(of)}) for nth in range(whole)]
+    return medians(each), [f"{name} {turn}" for turn, of in there.items() if len(of) < most]
+
+
+def about_of(engines: Engines, tokens: Tokens | None) -> Figures:
+    """What all turns of a file have in common."""
+    return {
+        "bench": "experts",
+        "shape": engines.name,
+        "config": checksum(engines.config),
+        "weights": WEIGHTS,
+        "limits": {gb: engines.limit(gb) for gb in BUDGETS_GB},
+        "tokens": {gb: list(tokens or TOKENS[gb]) for gb in BUDGETS_GB},
+        **this_machine(),
+    }
+
+
+def table_of(tables: Collection[str]) -> str:
+    """The first whose models are written: two do not fit on a common disk. Injected answers need the uniform one's."""
+    models = {"uniform" if table == "local" else table for table in tables}
+    return next(table for table in TABLES if table in models)
+
+
+def asked(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (35 GB); default a temporary folder")
     parser.add_argument("--config", type=Path, help="config.json of another shape")
     parser.add_argument("--only", nargs="+", choices=("models", "ready", "resident", "prefill", *BUDGETS_GB))
     parser.add_argument("--tables", nargs="+", choices=(*TABLES, "local"), default=(*TABLES, "local"))
     parser.add_argument("--rounds", type=int, help="default 3, of the smallest budget 2")
-    parser.add_argument("--tokens", type=int, nargs=2, metavar=("WARM", "MEASURED"), help="of each budget's rounds")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        metavar=("WARM", "MEASURED"),
+        help="of each budget's rounds; the same in all calls of one --rows",
+    )
     parser.add_argument("--turns", nargs="+", default=(), help="of each part these alone: ours, peer, repacked, …")
     parser.add_argument("--alone", action="store_true", help="leave llama.cpp out, but where everything is in memory")
     parser.add_argument("--rows", type=Path, help="keeps every round here as it ends, a JSON object a line")
     parser.add_argument("--resume", action="store_true", help="the rounds that are there already count")
-    wanted = parser.parse_args()
+    wanted = parser.parse_args(argv)
     if wanted.resume and not wanted.rows:
         parser.error("--resume needs --rows")
     if wanted.rows and wanted.rows.exists() and not wanted.resume:
         parser.error(f"{wanted.rows} is there already; --resume counts its rounds")
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    only = set(wanted.only or ())
+    if only & {"models", "ready"} and only - {"models", "ready"}:
+        parser.error("--only models and --only ready measure nothing, and go with no other part")
+    if only & {"resident", "prefill"} and "uniform" not in wanted.tables:
+        parser.error("--only resident and --only prefill are of the table uniform, which --tables leaves out")
+    return wanted
+
+
+def main() -> None:
+    wanted = asked()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         engines = Engines((wanted.folder or Path(temporary)).resolve(), wanted.config)
         engines.folder.mkdir(parents=True, exist_ok=True)
-        rounds = Rounds(wanted.rows, {"bench": "experts", "shape": engines.name, "weights": WEIGHTS, **machine})
         tokens = Tokens(*wanted.tokens) if wanted.tokens else None
-        if wanted.only in (["models"], ["ready"]):
-            engines.make(next(table for table in TABLES if table in wanted.tables))
-            if wanted.only == ["ready"]:
+        rounds = Rounds(wanted.rows, about_of(engines, tokens))
+        if {"models", "ready"} & set(wanted.only or ()):
+            engines.make(table_of(wanted.tables))
+            if "ready" in wanted.only:
                 engines.ready()
             return
         results: Figures = {}
-        missing = []
+        missing: list[str] = []
         for name, (only, table, part) in parts_of(engines, tokens, not wanted.alone).items():
             if only in (wanted.only or (only,)) and table in wanted.tables:
-                engines.make("uniform" if table == "local" else table)
-                engines.ready()
-                measure(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
-            figures = found(rounds, name, part)
+                due = left(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
+                if due:
+                    engines.make(table_of([table]))
+                    engines.ready()
+                    measure(rounds, name, part, due)
+            figures, lacking = found(rounds, name, part)
+            missing += lacking
             if figures is None:
-                missing.append(name)
                 continue
             at = results.setdefault(only, {})
             at |= figures if table == "uniform" else {table: figures}
-    print(json.dumps({"bench": "experts", "machine": machine, **rounds.facts(), "missing": missing, **results}))
+    print(json.dumps({"bench": "experts", "machine": this_machine(), **rounds.facts(), "missing": missing, **results}))
     sys.stdout.flush()
 
 

@@ -67,7 +67,8 @@ def measured(engines: Engines, worker: Worker, command: str, tokens: int) -> Fig
 
 class Part(NamedTuple):
     """What is measured in rounds of one or several engines' turns, each with its name; every other round they come the
-    other way round. `together`: figures of a round, of those of its turns. The `optional` ones may be missing."""
+    other way round. `together`: figures of a round, of those of its turns. The `optional` ones may be missing there,
+    and among `turns` where they are not to be measured."""
 
     turns: dict[str, Callable[[], Figures]]
     together: Callable[[dict[str, Figures]], Figures]
@@ -75,7 +76,8 @@ class Part(NamedTuple):
 
 
 def budget(engines: Engines, gb: str, table: str, tokens: Tokens, beside: bool) -> Part:
-    """Ours and the peer within so many GB. `table` "local" is of injected answers, which no peer follows."""
+    """Ours and the peer within so many GB. `table` "local" is of injected answers, which no peer follows. What is
+    beside the peer is None in a round without it."""
     limit = engines.limit(gb)
 
     def peer() -> Figures:
@@ -84,14 +86,15 @@ def budget(engines: Engines, gb: str, table: str, tokens: Tokens, beside: bool) 
             return {"llamacpp_tokens_per_s": tokens.measured / worker.ask("follow", tokens.measured)["seconds"]}
 
     def together(turns: dict[str, Figures]) -> Figures:
-        figures = turns["ours"] | turns.get("peer", {})
+        figures = {**turns["ours"], "llamacpp_tokens_per_s": None, "vs_llamacpp": None, **turns.get("peer", {})}
         if "peer" in turns:
             figures["vs_llamacpp"] = figures["tokens_per_s"] / figures["llamacpp_tokens_per_s"]
         return figures
 
     command = "follow_local" if table == "local" else "follow"
     both = {"ours": lambda: _ours_within(engines, limit, command, tokens), "peer": peer}
-    return Part(both if beside and table != "local" else {"ours": both["ours"]}, together, ("peer",))
+    follows = table != "local"
+    return Part(both if beside and follows else {"ours": both["ours"]}, together, ("peer",) if follows else ())
 
 
 def _ours_within(engines: Engines, limit: int, command: str, tokens: Tokens) -> Figures:
@@ -172,20 +175,20 @@ def prefill(engines: Engines) -> Part:
 
 
 def medians(found: list[Figures]) -> Figures:
-    """Of every figure that all rounds have; whether what was exact was so in all; what each round gave. `facts` are the
-    last round's."""
+    """Of every figure, over the rounds that have it, None where none has; whether what was exact was so in all; what
+    each round gave. `facts` are the last round's."""
     rounds = [without_facts(figures) for figures in found]
     facts = {"facts": found[-1]["facts"]} if "facts" in found[-1] else {}
     middle: Figures = {}
-    for name, value in rounds[0].items():
-        column = [figures[name] for figures in rounds if name in figures]
-        if len(column) < len(rounds):
-            continue
-        if isinstance(value, bool):
+    ranges: Figures = {}
+    for name in dict.fromkeys(name for figures in rounds for name in figures):
+        column = [figures[name] for figures in rounds if figures.get(name) is not None]
+        if not column:
+            middle[name] = None
+        elif isinstance(column[0], bool):
             middle[name] = all(column)
-        elif isinstance(value, float | int):
-            middle[name] = statistics.median(column)
-    ranges = {name: spread([each[name] for each in rounds]) for name in middle if not isinstance(middle[name], bool)}
+        elif isinstance(column[0], float | int):
+            middle[name], ranges[name] = statistics.median(column), spread(column)
     return middle | {"ranges": ranges, "by_round": rounds} | facts
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from bench.ceilings import Ceilings
 from bench.cpu import Ceilings as RamCeilings
 from bench.cpu import spread
-from bench.files_mxfp4 import Mxfp4
+from bench.files_mxfp4 import Mxfp4, shape_config
 from bench.files_mxfp4 import measure as measure_mxfp4
 from bench.files_parts import Parts
 from bench.files_quality import TEXT, compare
@@ -33,8 +33,8 @@ from bench.offload import Setting
 from bench.offload_engines import Engines, tell
 from bench.peers import Worker
 from bench.peers.random_gguf import MIXES, MXFP4, bytes_per_token, load_config, write
+from bench.rounds import build, checksum, this_machine
 from penstock.runtime import host
-from penstock.runtime.this_machine import cpu_name
 from penstock.units import GIB, format_bytes
 
 CONFIG = Path(__file__).parent / "shapes" / "llama-3.1-8b.json"
@@ -177,6 +177,21 @@ def sections_of_mxfp4(folder: Path, wanted: argparse.Namespace) -> Iterator[tupl
         bench.remove()
 
 
+def facts_of(wanted: argparse.Namespace) -> Figures:
+    """What all parts of a file of results have in common. Hashes of what is read; `text` null where it is not there."""
+    return {
+        "shape": wanted.shape.stem,
+        "configs": [checksum(wanted.shape), checksum(shape_config())],
+        "mxfp4_layers": wanted.mxfp4_layers,
+        "limit_gb": wanted.limit_gb,
+        "text": checksum(wanted.text) if wanted.text.exists() else None,
+        "characters": wanted.characters,
+        "tokens": {"context": CONTEXT, "prefill": PREFILL_TOKENS, "decode": MOST_DECODE_TOKENS},
+        "machine": this_machine(),
+        "build": build(),
+    }
+
+
 def _told(figures: Figures) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
@@ -203,9 +218,7 @@ def main() -> None:
     if wanted.prepare and not (wanted.folder and wanted.keep):
         parser.error("--prepare goes with --folder and --keep")
     start_s = time.perf_counter()
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    facts: Figures = {"shape": wanted.shape.stem, "limit_gb": wanted.limit_gb, "machine": machine}
-    facts["mxfp4_layers"] = wanted.mxfp4_layers
+    facts = facts_of(wanted)
     parts = Parts(wanted.results, facts)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
         folder = (wanted.folder or Path(temporary)).resolve()

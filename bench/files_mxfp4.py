@@ -31,14 +31,19 @@ OFFLOAD_WARM, OFFLOAD_TOKENS, PEER_TOKENS = 32, 32, 12  # within the limit a tok
 Figures = dict[str, Any]
 
 
+def shape_config() -> Path:
+    """The config.json of the whole shape."""
+    shape = locate(Path(SHAPE))
+    return shape / "config.json" if shape.is_dir() else shape
+
+
 class Mxfp4:
     """The file and what is packed of it in `folder`. `layers`: so many of the shape's, None for all. With fewer of them
     `limit_bytes` is smaller in proportion, which is harder: embedding and head stay whole."""
 
     def __init__(self, folder: Path, layers: int | None = None) -> None:
         self.folder, self.cache, self.threads = folder, folder / "cache", host.usable_cpus()
-        shape = locate(Path(SHAPE))
-        config = load_config(shape / "config.json" if shape.is_dir() else shape)
+        config = load_config(shape_config())
         whole: int = config["num_hidden_layers"]
         if layers is not None:
             config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}

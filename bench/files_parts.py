@@ -7,27 +7,24 @@ call's takes the place of an earlier one's.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-Figures = dict[str, Any]
+from bench.rounds import Figures, refuse_other, replace
 
 
 class Parts:
     """`file`: where parts are kept; None: of this call alone. `facts`: what all parts have in common. A file whose
-    facts are others ends the bench, as of another machine or shape."""
+    facts are others ends the bench, as of another build, machine or shape."""
 
     def __init__(self, file: Path | None, facts: Figures) -> None:
         self._file, self._facts = file, facts
         self._parts: dict[str, dict[str, Figures]] = {}
         if file is not None and file.exists():
             kept = json.loads(file.read_text())
-            if kept["facts"] != facts:
-                sys.exit(f"{file} has figures of {kept['facts']}, which are not those of {facts}")
+            refuse_other(file, kept["facts"], facts)
             self._parts = kept["parts"]
 
     def measure(self, kind: str, section: str, part: Callable[[], Figures], rounds: int) -> None:
@@ -36,9 +33,7 @@ class Parts:
         told = {"began": began.isoformat(timespec="seconds"), "took_s": time.perf_counter() - start_s, "rounds": rounds}
         self._parts.setdefault(kind, {})[section] = {**told, "figures": figures}
         if self._file is not None:
-            aside = self._file.with_suffix(".tmp")
-            aside.write_text(json.dumps({"facts": self._facts, "parts": self._parts}, indent=1))
-            aside.replace(self._file)
+            replace(self._file, json.dumps({"facts": self._facts, "parts": self._parts}, indent=1))
 
     def line(self, kinds: Sequence[str], always: Sequence[str]) -> Figures:
         """By kind: the figures of all its parts, in the order of their names; `always` are null where no part has

@@ -6,7 +6,7 @@
 `open`   the page open for many minutes by the clock. It streams one of the eight answers itself, and asks for it again
          (Regenerate) when it ends; the others are of other clients. Twice a minute the tab's memory after a forced
          collection, its DOM nodes, the memory of its process, and how often it asked the server for /v1/live. The
-         server gets a share of one processor (`--share`) where that can be had, so that it may run beside other work.
+         server has no limit, or with `--share` that share of one processor where it can be had.
 
 `masks` and `cost` take a 1B shape, `open` the bundled model. The browser is Debian's Chromium without a window. It
 takes processor time of this machine beside the server: `browser_cpu_share` says how much of one processor. The last
@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def of_cost(config: Path, folder: Path, count: int) -> Figures:
             return figures | turns(server, tab, count)
 
 
-def of_open(folder: Path, minutes: float, share: float) -> Figures:
+def of_open(folder: Path, minutes: float, share: float | None) -> Figures:
     flags = ("--batch", STREAMS, "--context", 512, "--prompt-tokens", 16, "--output-tokens", 400)
 
     def ask(client: int, turn: int) -> Stream:
@@ -126,7 +127,8 @@ def of_open(folder: Path, minutes: float, share: float) -> Figures:
 
     with served(folder, BUNDLED, None, *flags) as server, opened(server.url, folder / "browser") as tab:
         tab.open()
-        with kept_busy(server, ask, STREAMS - 1), slowed(server.process_id, share) as slow:
+        limited = nullcontext(False) if share is None else slowed(server.process_id, share)
+        with kept_busy(server, ask, STREAMS - 1), limited as slow:
             tab.speak("Once upon a time there was a king")
             return {**watched(server, tab, minutes), "server_share": share if slow else None}
 
@@ -137,7 +139,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--config", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of another shape")
     parser.add_argument("--minutes", type=float, default=30.0, help="that the page stays open")
-    parser.add_argument("--share", type=float, default=0.25, help="of one processor, that the server of `open` gets")
+    parser.add_argument(
+        "--share", type=float, help="of one processor, that the server of `open` gets; default no limit"
+    )
     parser.add_argument("--turns", type=int, default=8)
     wanted = parser.parse_args()
     if {"cost", "open"} & set(wanted.only) and shutil.which("chromium") is None:

@@ -11,7 +11,7 @@ runs so far have shifted its rates; and the promise as it is renewed right befor
 machine whole once, too, as a user does.
 
 `--part N` ends after so many runs of settings. With `--folder`, `--rows` and `--resume` the next call goes on with the
-settings that are left, and with what both probes and the runs have told.
+settings that are left, and with what both probes and the runs have told, if build, machine and flags are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from typing import Any
 from bench import predict_quick
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
-from bench.predict_quick import Hasty, renewed_fields
+from bench.predict_quick import Hasty, keep_machine, kept_machine, renewed_fields
+from bench.rounds import build, checksum, kept_rows, this_machine
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
 from penstock.runtime import host
@@ -43,7 +44,6 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
-from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
@@ -68,18 +68,20 @@ def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
 
 
 class Machine:
-    """This machine's figures, as of now."""
+    """This machine's figures, as of now. `about`: what they are kept with; others' are not taken back."""
 
     def __init__(
-        self, folder: Path, file: ProbeFile, readings: int = CEILINGS, once: bool = False, goes_on: bool = False
-    ) -> None:
+        self, folder: Path, file: ProbeFile, about: dict[str, Any], readings: int = CEILINGS, once: bool = False,
+        goes_on: bool = False,
+    ) -> None:  # fmt: skip
         self._folder, self._file, self._readings, self._once = folder, file, readings, once
+        self._about = about
         self._known: MachineSpec | None = None
         self._kept = folder / "whole-machine.json"
         if once and goes_on and self._kept.exists():
-            self._known = machines.loads(self._kept.read_text(), self._kept.name)
+            self._known = kept_machine(self._kept, about)
         self.probes, self.probe_s = 0, 0.0
-        self.hasty = Hasty(folder, goes_on)
+        self.hasty = Hasty(folder, about, goes_on)
 
     def ceilings(self) -> Ceilings:
         """Now, medians. At rest one reading of the RAM (0.1 s) differs by 10 % from the next; one of the dot products
@@ -97,7 +99,7 @@ class Machine:
         start_s = time.perf_counter()
         found = self._known = probe_apart(self._folder, formats=("int4",), kv_formats=("float16",))
         self.probe_s, self.probes = time.perf_counter() - start_s, self.probes + 1
-        self._kept.write_text(machines.dumps(found))
+        keep_machine(self._kept, found, self._about)
         return found
 
 
@@ -129,10 +131,11 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
 def in_turns(
     settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
     keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float, part: int | None = None,
+    about: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each setting, the least disturbed one of up to `attempts`, whatever its error; the steady ones come
     once. After `most_s` no setting comes again, and after `part` runs of settings there is no other. `known`: attempts
-    of a run before, which count."""
+    of a run before, which count. `about`: what rows are kept with."""
     rows: dict[Setting, dict[str, Any]] = {}
     start_s, came = time.perf_counter(), 0
 
@@ -156,7 +159,7 @@ def in_turns(
             row["attempts"] = rows[setting]["attempts"] + 1 if setting in rows else 1
             if keep:
                 with keep.open("a") as kept:
-                    kept.write(json.dumps(row) + "\n")
+                    kept.write(json.dumps({"about": about, **row}) + "\n")
             print(line(row), file=sys.stderr, flush=True)
             add(setting, row)
     return [rows[setting] for setting in settings]
@@ -291,15 +294,16 @@ def main() -> None:
     parser.add_argument("--readings", type=int, default=CEILINGS, help="of each ceiling")
     parser.add_argument("--repeat-seconds", type=float, default=REPEAT_S, help="of runs of a setting")
     parser.add_argument("--rows", type=Path, help="keeps every row here as it comes, a JSON object a line")
-    parser.add_argument("--resume", action="store_true", help="the rows that are there already count: of this build")
+    parser.add_argument("--resume", action="store_true", help="the rows that are there already count")
     parser.add_argument("--part", type=int, help="ends after so many runs of settings; --resume goes on")
     parser.add_argument("--plot", type=Path, help="where the picture goes; default none")
     wanted = parser.parse_args()
     if wanted.resume and not (wanted.rows and wanted.folder):
         parser.error("--resume needs --rows and --folder")
-    known = []
-    if wanted.resume and wanted.rows.exists():
-        known = [json.loads(each) for each in wanted.rows.read_text().splitlines()]
+    if wanted.rows and wanted.rows.exists() and not wanted.resume:
+        parser.error(f"{wanted.rows} is there already; --resume counts its rows")
+    about = about_of(wanted)
+    known = known_rows(wanted.rows, about) if wanted.resume else []
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
@@ -311,11 +315,11 @@ def main() -> None:
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file:
-            machine = Machine(folder, file, wanted.readings, wanted.probe == "once", wanted.resume)
+            machine = Machine(folder, file, about, wanted.readings, wanted.probe == "once", wanted.resume)
             settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
             most_s, repeat_s = 60 * wanted.minutes, wanted.repeat_seconds
             rows = in_turns(
-                settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, wanted.part
+                settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, wanted.part, about
             )
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
     if wanted.plot:
@@ -337,6 +341,25 @@ def main() -> None:
             }
         )
     )
+
+
+def about_of(wanted: argparse.Namespace) -> dict[str, Any]:
+    """What rows and probes that are kept have in common: one bench goes on with those of the same alone."""
+    return {
+        "bench": "predict",
+        "configs": {shape: checksum(config) for shape, config in DEFAULT_SHAPES.items()},
+        "tokens": {"context": CONTEXT, "least": LEAST_TOKENS, "most": MOST_TOKENS},
+        "probe": wanted.probe,
+        "readings": wanted.readings,
+        "repeat_seconds": wanted.repeat_seconds,
+        "machine": this_machine(),
+        "build": build(),
+    }
+
+
+def known_rows(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file; of another build, machine or way of measuring they end the bench."""
+    return [{name: value for name, value in row.items() if name != "about"} for row in kept_rows(file, about)]
 
 
 def line(row: dict[str, Any]) -> str:

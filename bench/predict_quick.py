@@ -3,11 +3,13 @@ the promise is when it is renewed right before the first word."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.rounds import refuse_other, replace
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import quick
 from penstock.runtime.probe import quick_apart
@@ -17,6 +19,7 @@ from penstock.serve.lately import as_runs_show
 from penstock.serve.renewal import Renewed
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
+from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
 LEARNT = 10  # runs, after which the quick probe should foretell as well as the whole one
@@ -24,22 +27,34 @@ LIMIT_QUICK, LIMIT_POINTS = 0.20, 0.02  # at the median; of the median beyond th
 LIMIT_RENEWED, LIMIT_RENEWED_WORST, LIMIT_LEFT_OUT = 0.05, 0.15, 0.2
 
 
+def keep_machine(file: Path, machine: MachineSpec, about: dict[str, Any]) -> None:
+    """With `about`: the build, the machine and how it is measured."""
+    replace(file, json.dumps({"about": about, "machine": machines.dumps(machine)}))
+
+
+def kept_machine(file: Path, about: dict[str, Any]) -> MachineSpec:
+    """What was kept of the same `about`; another one ends the bench. Raises BadRequest."""
+    kept = json.loads(file.read_text())
+    refuse_other(file, kept.get("about"), about)
+    return machines.loads(kept["machine"], file.name)
+
+
 class Hasty:
     """This machine as a new user has it: measured once, in haste, and shifted by the runs so far. `folder`: keeps
-    both. `goes_on`: with what is kept there. Raises BadRequest, StorageFailed."""
+    both. `goes_on`: with what is kept there, which must be of the same `about`. Raises BadRequest, StorageFailed."""
 
-    def __init__(self, folder: Path, goes_on: bool = False) -> None:
+    def __init__(self, folder: Path, about: dict[str, Any], goes_on: bool = False) -> None:
         self._file, self.runs = folder / "quick-machine.json", 0
         kept = self._file.with_suffix(".runs.jsonl")
         if goes_on and self._file.exists():
-            self._machine = machines.loads(self._file.read_text(), self._file.name)
+            self._machine = kept_machine(self._file, about)
             self.runs = len(runs(self._file, self._machine))
             return
         machine = quick_apart(folder, "int4")
         assert machine is not None, "a machine like this one was measured whole"
         self._machine = machine
         kept.unlink(missing_ok=True)
-        self._file.write_text(machines.dumps(machine))
+        keep_machine(self._file, machine, about)
 
     def foretell(self, plan: Plan, ask: Ask) -> dict[str, Any]:
         """Fields of a row: the prediction of a plan by the quick probe alone, and after the runs so far."""

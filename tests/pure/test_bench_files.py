@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 
+from bench import files
 from bench.files_parts import Parts
 
 FACTS = {"shape": "llama-3.1-8b"}
@@ -37,3 +40,25 @@ def test_without_a_file_a_call_has_its_own_parts_alone() -> None:
     parts.measure("q4_0", "ram", lambda: {"decode": 1.0}, 1)
     assert parts.line(("q4_0",), ())["q4_0"]["decode"] == 1.0
     assert "decode" not in Parts(None, FACTS).line(("q4_0",), ())["q4_0"]
+
+
+def test_facts_follow_all_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape of the same name, another text or another build is something else."""
+    shape, text = tmp_path / "llama.json", tmp_path / "text"
+    shape.write_text("{}")
+    wanted = argparse.Namespace(shape=shape, text=text, characters=100, limit_gb=1.0, mxfp4_layers=None)
+    seen = [files.facts_of(wanted)]
+    text.write_text("Once")
+    seen.append(files.facts_of(wanted))
+    text.write_text("Twice")
+    seen.append(files.facts_of(wanted))
+    wanted.characters = 50
+    seen.append(files.facts_of(wanted))
+    shape.write_text('{"num_hidden_layers": 2}')
+    seen.append(files.facts_of(wanted))
+    assert files.facts_of(wanted) == seen[-1] == json.loads(json.dumps(seen[-1]))
+    monkeypatch.setattr(files, "build", lambda: 1)
+    seen.append(files.facts_of(wanted))
+    monkeypatch.setattr(files, "this_machine", lambda: {"cpu": "another"})
+    seen.append(files.facts_of(wanted))
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])

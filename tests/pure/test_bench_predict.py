@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import predict
-from bench.predict_quick import line, summary
+from bench.predict_quick import Hasty, keep_machine, kept_machine, line, summary
+from tests.pure.machine import MACHINE
 
 
 def row(quick: float, learnt: float, renewed: float | None, runs: int, drift: float = 0.0) -> dict[str, Any]:
@@ -65,3 +69,57 @@ def test_a_part_ends_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) 
     rows = part(first, None)
     assert came[3:] == [(0.5, 4), (1.0, 1)]  # what was left, then what was disturbed
     assert [row["disturbed"] for row in rows] == [0.5] * 4 and rows[0]["attempts"] == 2
+
+
+ABOUT: dict[str, Any] = {"bench": "predict", "build": 1, "machine": {"cpu": "Zen 4"}}
+OTHERS = [ABOUT | {"build": 2}, ABOUT | {"machine": {"cpu": "Zen 3"}}]
+
+
+def refused() -> AbstractContextManager[Any]:
+    return pytest.raises(SystemExit, match="not those of")
+
+
+def test_rows_that_are_kept_come_back_for_the_same_bench_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows"
+    monkeypatch.setattr(predict, "measure", lambda *_: {"prompt": 64, "batch": 1, "disturbed": 0.5})
+    monkeypatch.setattr(predict, "line", lambda row: "")
+    settings = [("1b", 1.0, 64, 1)]
+    rows = predict.in_turns(settings, {"1b": Path()}, None, 1, 60, file, [], 1, None, ABOUT)  # type: ignore[arg-type]
+    assert predict.known_rows(file, ABOUT) == rows and "about" not in rows[0]
+    for other in OTHERS:
+        with refused():
+            predict.known_rows(file, other)
+    with file.open("a") as torn:
+        torn.write(file.read_text()[:30])
+    assert predict.known_rows(file, ABOUT) == rows
+    file.write_text(json.dumps(rows[0]) + "\n")  # of a version that kept no more
+    with refused():
+        predict.known_rows(file, ABOUT)
+
+
+def test_probes_are_taken_back_for_the_same_bench_alone(tmp_path: Path) -> None:
+    whole, quick = tmp_path / "whole-machine.json", tmp_path / "quick-machine.json"
+    keep_machine(whole, MACHINE, ABOUT)
+    keep_machine(quick, MACHINE, ABOUT)
+    assert kept_machine(whole, ABOUT) == MACHINE
+    assert Hasty(tmp_path, ABOUT, goes_on=True).runs == 0
+    for other in OTHERS:
+        with refused():
+            Hasty(tmp_path, other, goes_on=True)
+        keep_machine(quick, MACHINE, other)
+        with refused():
+            predict.Machine(tmp_path, None, other, once=True, goes_on=True)  # type: ignore[arg-type]
+        keep_machine(quick, MACHINE, ABOUT)
+    machine = predict.Machine(tmp_path, None, ABOUT, once=True, goes_on=True)  # type: ignore[arg-type]
+    assert machine.figures() == MACHINE and machine.probes == 0
+
+
+def test_what_rows_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = argparse.Namespace(probe="each", readings=5, repeat_seconds=12.0)
+    about = predict.about_of(wanted)
+    assert json.loads(json.dumps(about)) == about == predict.about_of(wanted)
+    wanted.probe = "once"
+    assert predict.about_of(wanted) != about
+    wanted.probe = "each"
+    monkeypatch.setattr(predict, "build", lambda: 1)
+    assert predict.about_of(wanted) != about
