@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from bench.papers.compare import Predicted, is_far_off, machine_of, model_of
-from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published, cause_of
+from bench.papers.compare import Predicted, is_beyond, machine_of, model_of, told
+from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published
 from penstock.planner.activity import NeuronProfile, published, synthetic
 from penstock.planner.programs.neuron_choice import drawn
 from penstock.planner.shares import all_of
@@ -131,11 +131,8 @@ def predicted(row: Published) -> Predicted | None:
         found = _share(row)
     else:
         found = _of_several(row) if row.model == SEVERAL else _of_one(row)
-    if not is_far_off(found.value / row.value):
-        return found
-    cause = cause_of(row)
-    note = "; ".join(filter(None, (cause.text if cause else "", found.note)))
-    return replace(found, note=note, is_policy=found.is_policy and not (cause and cause.cannot))
+    note = "; ".join(filter(None, (told(row, found.value), found.note)))
+    return replace(found, note=note, is_policy=found.is_policy and not is_beyond(row))
 
 
 def why_not(row: Published) -> str:

@@ -33,7 +33,8 @@ say have stand-ins too (`bench/papers/stand_ins.py`).
 
 Each figure is predicted twice. *As penstock* has penstock's kernels and transfers. *As built* has the same plan on the
 same machine, but with what the paper's system does in its own way: its traits, listed at the end. Numbers of traits
-that no paper prints are fitted by half of the paper's tables, drawn by chance; the others judge.
+that no paper prints are fitted by half of the paper's tables, drawn by chance, or were chosen by hand by tables that
+stand beside them; the others judge.
 
 A ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
 physics allows on that machine; it is left out of medians. **~** marks a plan that is not what the system did, or a
@@ -125,7 +126,7 @@ def _ran(runs: Sequence[Mapping[str, str]]) -> str:
 def _traits(traits: Sequence[Trait]) -> str:
     lines = ["| tables of | system | what | value | | why |", "|---|---|---|---|---|---|"]
     for t in traits:
-        how = "fitted" if t.fitted else "stated"
+        how = t.how + (f" by {' and '.join(t.tables)}" if t.tables else "")
         lines.append(f"| {t.paper} | {t.system} | {t.kind} | {t.value:.3g} | {how} | {t.source} |")
     return "\n".join(lines) + "\n"
 
@@ -133,7 +134,7 @@ def _traits(traits: Sequence[Trait]) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     lines = [
         "| paper | rows | speed, as built | of these, tables that judge | speed, as penstock | memory "
-        "| as penstock beyond 1.5 or 1/1.5 | of these untested | no policy can | better than physics |",
+        "| as penstock beyond 1.5 or 1/1.5 | of these untested | of these, no policy can | better than physics |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for paper in papers_of(rows):

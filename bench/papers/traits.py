@@ -2,8 +2,9 @@
 
 A prediction "as penstock would run it" has penstock's kernels and transfers. One "as they built it" is of the same plan
 on the same machine with these figures. A trait is stated where a paper prints its number. It is fitted where a paper
-only says what its system does: then half of the paper's tables choose the number (`fitting_tables`), and the other half
-judges it.
+only says what its system does: then half of the paper's tables choose the number (`drawn_tables`). It is by hand where
+somebody chose it who looked at tables that it names. All tables that chose a number fit (`fitting_tables`), and the
+others judge.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.spec.machine import MachineSpec, Rate
 from penstock.spec.places import CPU, DISK, GPU, Lane
 
 SEED = 0  # of the draw of tables that fit
+HOW = ("stated", "fitted", "by hand")
 _HALF = "float16"
 _PACKED = ("int4", "int8")
 _NORMS = 2  # of a layer
@@ -27,15 +29,21 @@ MANY_ROWS = 16  # from so many on PIPO unpacks weights before their product (sec
 
 
 class Trait(NamedTuple):
-    """`value`: in the unit of its kind (KINDS). `source`: what says so, and where. `fitted`: the number is chosen by
-    the paper's fitting tables."""
+    """`value`: in the unit of its kind (KINDS). `how`: of HOW. `tables`: those that a number by hand was chosen by.
+    `source`: what says so, and where."""
 
     paper: str
     system: str
     kind: str
     value: float
-    fitted: bool
+    how: str
+    tables: tuple[str, ...]
     source: str
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the paper's drawn tables choose the number."""
+        return self.how == "fitted"
 
 
 Traits = tuple[Trait, ...]
@@ -136,7 +144,15 @@ KINDS: dict[str, Change] = {
 }
 
 TRAITS: Traits = tuple(
-    Trait(c["paper"], c["system"], c["kind"], float(c["value"]), c["how"] == "fitted", c["source"])
+    Trait(
+        c["paper"],
+        c["system"],
+        c["kind"],
+        float(c["value"]),
+        c["how"],
+        tuple(filter(None, c["tables"].split("; "))),
+        c["source"],
+    )
     for c in cells_of("traits")
 )
 
@@ -157,8 +173,15 @@ def of_system(traits: Traits, paper: str, system: str) -> Traits:
 
 
 def fitting_tables(paper: str) -> frozenset[str]:
-    """Half of the paper's tables, drawn with SEED: numbers are fitted by these, and judged by all others. None where no
-    number of the paper's systems is fitted."""
+    """The paper's tables that had a say in a number: those drawn, and those that were looked at for one by hand. All
+    others judge."""
+    by_hand = (table for trait in TRAITS if trait.paper == paper for table in trait.tables)
+    return drawn_tables(paper).union(by_hand)
+
+
+def drawn_tables(paper: str) -> frozenset[str]:
+    """Half of the paper's tables, drawn with SEED: numbers are fitted by these. None where no number of the paper's
+    systems is fitted."""
     if not any(trait.paper == paper and trait.fitted for trait in TRAITS):
         return frozenset()
     tables = list(dict.fromkeys(figure.table for figure in FIGURES if figure.paper == paper))
