@@ -52,7 +52,7 @@ UNTESTED = {"PIPO": 12, "FlexGen": 7, "ScheInfer": 6, "PowerInfer": 12}
 
 @cache
 def compared() -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
-    """It takes a quarter of a minute, so once for all tests."""
+    """It takes many minutes, so once for all tests."""
     return compare(FIGURES, PREDICTORS, TRAITS)
 
 
