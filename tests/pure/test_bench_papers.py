@@ -52,7 +52,7 @@ UNTESTED = {"PIPO": 12, "FlexGen": 7, "ScheInfer": 6, "PowerInfer": 12}
 
 @cache
 def compared() -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
-    """It takes a quarter of a minute, so once for all tests."""
+    """It takes many minutes, so once for all tests."""
     return compare(FIGURES, PREDICTORS, TRAITS)
 
 
@@ -278,12 +278,14 @@ def test_each_kind_changes_what_it_names() -> None:
 
 
 def test_an_ablation_has_a_prediction_of_each_part() -> None:
-    """PIPO's Figure 9: as penstock would run it there is one policy; as it was built each part adds."""
+    """PIPO's Figure 9: as penstock would run it there is one policy. As it was built the pipeline alone is quicker than
+    FlexGen, and its transfers add to that. Its kernels change nothing that is seen, within 5 %: a pass from the disk
+    hides them, as the traits have them, where the paper has a tenth more."""
     parts = [row for row in rows() if row.figure.table.startswith("Figure 9")]
     assert [row.is_policy for row in parts] == [False, False, True]
     built = [row.as_built for row in parts]
-    # Of a pass from the disk kernels take no time that is seen, as the traits have them.
-    assert 1 < built[0] < built[1] < 1.05 * built[2] and len({row.predicted for row in parts}) == 1
+    assert 1 < built[0] < built[1] and len({row.predicted for row in parts}) == 1
+    assert built[2] == pytest.approx(built[1], rel=0.05)
 
 
 def test_a_cause_that_is_told_is_undone() -> None:
@@ -340,10 +342,10 @@ def test_one_reading_holds_for_a_table() -> None:
         if cause.reading and cause.paper == "PIPO":
             mine = [row for row in rows() if row.far_off and cause_of(row.figure) == cause]
             follow = [row.cause_tested for row in mine]
-            assert mine and (all(follow) if "all rows of the table follow" in cause.text else any(follow)), cause
+            assert mine and (all(follow) if "all far-off rows of" in cause.text else any(follow)), cause
     for table in ("Table 1", "Table 2"):
         claimed = [cause for cause in CAUSES if cause.paper == "PIPO" and cause.where["table"] == table]
-        assert any("all rows of the table follow" in cause.text for cause in claimed)
+        assert any("all far-off rows of" in cause.text for cause in claimed)
 
 
 def test_no_policy_can() -> None:
