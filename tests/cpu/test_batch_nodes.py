@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serve.batch.nodes import Told, _Block, _cpus_an_engine, blocks
+from penstock.serve.batch.nodes import Told, _Block, _cpus_an_engine, begin, blocks
 from penstock.serve.batch.survey import Survey, Todo
 from penstock.store.pack import pack
 from tests.cpu.commands import Call, Outcome, here, machine_cache, refused
@@ -102,6 +103,24 @@ def cluster() -> Iterator[Any]:
     yield found
     ray.shutdown()
     found.shutdown()
+
+
+def test_nodes_import_nothing_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    (tmp_path / "imaplib.py").write_text("PLANTED = True")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [each for each in sys.path if each and each != str(tmp_path)])
+
+    def looks() -> bool:
+        import imaplib
+
+        return hasattr(imaplib, "PLANTED")
+
+    begin()
+    try:
+        assert not ray.get(ray.remote(looks).remote(), timeout=120)
+    finally:
+        ray.shutdown()
 
 
 def workers() -> list[int]:

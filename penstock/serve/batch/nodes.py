@@ -8,6 +8,7 @@ the command does: by a path that all nodes have, or by a name on the Hub. A node
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,7 @@ def answer(
         raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'") from None
     started = not ray.is_initialized()
     if started:
-        ray.init(log_to_driver=False, logging_level="warning")
+        begin()
     try:
         there = [each["Resources"].get("CPU", 0) for each in ray.nodes() if each["Alive"]]
         cpus = _cpus_an_engine(there, nodes)
@@ -207,6 +208,15 @@ def answer(
     finally:
         if started:
             ray.shutdown()
+
+
+def begin() -> None:
+    """Joins the Ray cluster, or begins one. Its workers get an empty folder to stand in: Ray would have them import
+    from the folder in which the user stands."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="penstock-") as empty:
+        ray.init(log_to_driver=False, logging_level="warning", runtime_env={"working_dir": empty})
 
 
 def _table(block: list[dict[str, Any]]) -> Any:
