@@ -42,7 +42,6 @@ MEMORY = {
     "strftime": "{{ strftime_now('%Y' * 99999999) }}",
     "raise": "{{ raise_exception('x' * 10**8) }}",
 }
-# Where the processor is slow, its time runs out first.
 MEMORY_OR_TIME = {"many statements": "".join(f"{{% set v{i} = 1 %}}" for i in range(30_000))}
 TIME = {
     "nested range": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" * 9,
@@ -96,7 +95,8 @@ def test_memory(run: Callable[[str], tuple[Taken, Path]], name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMORY_OR_TIME)
 def test_memory_or_time(run: Callable[[str], tuple[Taken, Path]], name: str) -> None:
-    refused(*run(MEMORY_OR_TIME[name]), "chat_template.jinja: rendering a chat with it takes more than")
+    # A slow processor's time runs out before the template is parsed.
+    refused(*run(MEMORY_OR_TIME[name]), "chat_template.jinja: ", " it takes more than ")
 
 
 @pytest.mark.parametrize("name", TIME)

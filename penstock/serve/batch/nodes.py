@@ -82,8 +82,8 @@ class Told:
         self.decoded += counts["clock"]["tokens"]
         for lane, count in counts["bytes_moved"].items():
             self.bytes_moved[lane] = self.bytes_moved.get(lane, 0) + count
-        self.peak_host_bytes = max(self.peak_host_bytes, counts["peaks"]["host"])
-        self.peak_device_bytes = max(self.peak_device_bytes, counts["peaks"]["device"])
+        self.peak_host_bytes = max(self.peak_host_bytes, counts["peaks"]["host_bytes"])
+        self.peak_device_bytes = max(self.peak_device_bytes, counts["peaks"]["device_bytes"])
 
 
 class _Block:
@@ -140,7 +140,8 @@ class Answerer:
         run = BatchRun(self._engine, block, block, self._work.names, self._work.max_tokens, Foretelling())
         done = run.run(Survey([Todo(*each["todo"]) for each in lines]))
         said = {"lines": done.lines, "failed": done.failed, "answers": done.answers, "tokens": asdict(done.tokens)}
-        peaks = {"host": self._engine.peak_host_bytes, "device": self._engine.session.peak_device_bytes}
+        engine = self._engine
+        peaks = {"host_bytes": engine.peak_host_bytes, "device_bytes": engine.session.peak_device_bytes}
         clock = {"seconds": done.clock.seconds, "tokens": done.clock.tokens}
         counts = {**said, "bytes_moved": done.bytes_moved, "clock": clock, "peaks": peaks}
         return {"answers": json.dumps({"added": block.added, "counts": counts})}
