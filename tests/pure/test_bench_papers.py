@@ -1,18 +1,27 @@
-"""The planner beside the papers' tables: shape of the report, direction of physics, explained outliers, the median."""
+"""The planner beside the papers' tables: shape of the report, direction of physics, explained outliers, the median.
+
+The whole comparison takes many minutes, so these tests read what `make bench-papers` kept of it, and predict a few rows
+anew. `make fuzz` predicts all.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.papers import __main__ as reporting
 from bench.papers import compare as comparing
+from bench.papers import kept
 from bench.papers.__main__ import PREDICTORS, main
 from bench.papers.compare import (
     MEDIAN,
@@ -31,7 +40,7 @@ from bench.papers.compare import (
     untested_causes,
 )
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
-from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, UNSUPPORTED, Published, cause_of
+from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, SEVERAL, UNSUPPORTED, Published, cause_of
 from bench.papers.report import page, plot, text
 from bench.papers.traits import KINDS, TRAITS, Traits, applied, fitting_tables, of_system
 from penstock.errors import DoesNotFit
@@ -44,11 +53,19 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
 
+# Rows that are predicted anew, of each paper: those of one plan or few.
+ANEW = 2
+QUICK = {
+    "PIPO": ("Table 1", "Table 2", "Table 3", "Table 4", "Table 5"),
+    "FlexGen": ("Table 4", "Table 8"),
+    "ScheInfer": ("section V-E3", "section V-E4"),
+    "PowerInfer": ("Table 4", "Table 8"),
+}
+
 
 @cache
 def compared() -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
-    """It takes a quarter of a minute, so once for all tests."""
-    return compare(FIGURES, PREDICTORS, TRAITS)
+    return kept.read()
 
 
 def rows() -> tuple[Row, ...]:
@@ -104,6 +121,73 @@ def test_above_one_is_promised_too_fast_of_times_as_of_speeds() -> None:
     stands_in = replace(speed, is_policy=False)
     assert speed_ratio_median([stands_in, seconds], built=False) == 2.0
     assert speed_ratio_median([stands_in, seconds], built=True) == pytest.approx(2.375)
+
+
+# -- what is kept ----------------------------------------------------------------------------------------
+
+
+def same(rows: tuple[Row, ...], left_out: tuple[LeftOut, ...]) -> None:
+    """These, predicted anew, are what is kept of their figures."""
+    known = {each.figure: each for each in (*compared()[0], *compared()[1])}
+    for row in rows:
+        was = known[row.figure]
+        assert isinstance(was, Row), row
+        for name in (field.name for field in fields(Row)):
+            now, then = getattr(row, name), getattr(was, name)
+            assert then == (pytest.approx(now, rel=1e-6) if isinstance(now, float) else now), (name, row, STALE)
+    assert all(known[each.figure] == each for each in left_out)
+
+
+STALE = "bench/papers/data/compared.jsonl is of another state: make bench-papers"
+
+
+def test_what_is_kept_is_of_these_figures() -> None:
+    assert kept.stale() == {}, STALE
+
+
+def test_what_is_kept_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    kept.write(compared(), {"PIPO": kept.inputs("PIPO")}, file)
+    assert kept.read(file) == compared()
+    assert set(kept.stale(file)) == set(PREDICTORS) - {"PIPO"}
+    changed = file.read_text().replace(kept.inputs("PIPO")["traits"], "0")
+    file.write_text(changed)
+    assert kept.stale(file)["PIPO"] == ["traits"]
+
+
+def test_other_papers_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of papers that are not asked for."""
+    file = tmp_path / "some.jsonl"
+    kept.write(compared(), {paper: {"figures": "0"} for paper in PREDICTORS}, file)
+    monkeypatch.setattr(reporting, "ProcessPoolExecutor", lambda _: nullcontext(SimpleNamespace(map=map)))
+    monkeypatch.setattr(reporting, "_compared", lambda paper: ((), ()))
+    reporting.keep(["PIPO"], 1, file)
+    found, left_out = kept.read(file)
+    assert found == tuple(row for row in rows() if row.figure.paper != "PIPO")
+    assert left_out == tuple(each for each in compared()[1] if each.figure.paper != "PIPO")
+    assert kept.kept_inputs(file)["PIPO"] == kept.inputs("PIPO")
+    assert kept.kept_inputs(file)["FlexGen"] == {"figures": "0"}
+
+
+@pytest.mark.parametrize("paper", QUICK)
+def test_some_rows_predicted_anew(paper: str) -> None:
+    mine = [f for f in FIGURES if f.paper == paper and f.model != SEVERAL and f.table.startswith(QUICK[paper])]
+    same(*compare(random.Random(0).sample(mine, ANEW), PREDICTORS, TRAITS))
+
+
+@pytest.mark.fuzz
+@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "fuzz", reason="make fuzz predicts all rows anew")
+@pytest.mark.parametrize("paper", PREDICTORS)
+def test_all_rows_predicted_anew(paper: str) -> None:
+    same(*compare([figure for figure in FIGURES if figure.paper == paper], PREDICTORS, TRAITS))
+
+
+def test_the_page_is_of_what_is_kept() -> None:
+    shown = (Path(reporting.__file__).parents[2] / "docs" / "PAPERS.md").read_text(encoding="utf-8")
+    assert shown == reporting.the_page(), STALE
+
+
+# -- rows ------------------------------------------------------------------------------------------------
 
 
 def test_every_outlier_is_explained() -> None:
@@ -253,9 +337,8 @@ def test_a_cause_that_is_told_is_undone() -> None:
     assert untested_causes(rows()) >= len(once(nameless)) > 0
 
 
-def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "compare", lambda *_: compared())
-    main(["--table", str(tmp_path / "new" / "PAPERS.md")])
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--only", "--table", str(tmp_path / "new" / "PAPERS.md")])
     lines = capsys.readouterr().out.splitlines()
     report = json.loads(lines[-1])
     assert {"bench", "rows", "papers", "breaking_physics"} <= set(report)
