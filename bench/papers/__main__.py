@@ -16,24 +16,31 @@ from pathlib import Path
 from bench.papers import flexgen, kept, pipo, powerinfer, scheinfer
 from bench.papers.compare import (
     MEDIAN,
+    Predicted,
     Predictor,
     Row,
     compare,
     memory_ratio_median,
+    not_reproducible,
     once,
     speed_ratio_median,
     untested_causes,
 )
-from bench.papers.published import CONTRADICTIONS, FIGURES, PAPERS
+from bench.papers.published import CONTRADICTIONS, FIGURES, PAPERS, Published, cells_of
 from bench.papers.report import page, papers_of, plot, text
-from bench.papers.traits import TRAITS
+from bench.papers.traits import TRAITS, Traits
 
-# ScheInfer's and PowerInfer's systems have no traits: their medians are 1.02 and 1.00 without any.
+
+def _power_infer(row: Published, _: Traits) -> Predicted | None:
+    """PowerInfer's systems have no traits."""
+    return powerinfer.predicted(row)
+
+
 PREDICTORS: dict[str, Predictor] = {
     "PIPO": pipo.predicted,
     "FlexGen": flexgen.predicted,
-    "ScheInfer": lambda row, _: scheinfer.predicted(row),
-    "PowerInfer": lambda row, _: powerinfer.predicted(row),
+    "ScheInfer": scheinfer.predicted,
+    "PowerInfer": _power_infer,
 }
 
 
@@ -47,6 +54,7 @@ def of_paper(rows: list[Row]) -> dict[str, object]:
         "as_penstock_ratio_median": speed_ratio_median(rows, built=False),
         "memory_ratio_median": memory_ratio_median(rows),
         "untested_causes": untested_causes(rows),
+        "not_reproducible": not_reproducible(rows),
         "within": built is not None and MEDIAN[0] <= built <= MEDIAN[1],
     }
 
@@ -56,7 +64,7 @@ def keep(papers: Sequence[str], jobs: int, file: Path = kept.FILE) -> None:
     the others."""
     with ProcessPoolExecutor(jobs) as pool:
         found = list(pool.map(_compared, papers))
-    known, hashes = kept.read(file) if file.exists() else ((), ()), kept.kept_inputs(file) if file.exists() else {}
+    known, hashes = (kept.read(file), kept.kept_inputs(file)) if file.exists() else (((), ()), {})
     rows = [row for row in known[0] if row.figure.paper not in papers]
     left_out = [each for each in known[1] if each.figure.paper not in papers]
     for new_rows, new_left_out in found:
@@ -67,8 +75,7 @@ def keep(papers: Sequence[str], jobs: int, file: Path = kept.FILE) -> None:
 
 def the_page() -> str:
     """docs/PAPERS.md, of what is kept."""
-    rows, left_out = kept.read()
-    return page(rows, left_out, CONTRADICTIONS, TRAITS)
+    return page(*kept.read(), CONTRADICTIONS, TRAITS, list(cells_of("runs")))
 
 
 def _compared(paper: str) -> kept.Compared:

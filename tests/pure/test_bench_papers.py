@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,32 +26,38 @@ from bench.papers.__main__ import PREDICTORS, main
 from bench.papers.compare import (
     MEDIAN,
     SMALLER_IS_BETTER,
+    SPEEDS,
     LeftOut,
     Predicted,
     Row,
     compare,
-    is_far_off,
+    is_beyond,
     memory_ratio_median,
     model_of,
+    not_reproducible,
     once,
-    require_plans,
     respects,
     speed_ratio_median,
     untested_causes,
 )
 from bench.papers.pipo import NOT_PREDICTED, bound, policy_of, simulated, together
-from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, SEVERAL, UNSUPPORTED, Published, cause_of
+from bench.papers.published import CAUSES, CONTRADICTIONS, FIGURES, METRICS, SEVERAL, Published, cause_of
 from bench.papers.report import page, plot, text
-from bench.papers.traits import KINDS, TRAITS, Traits, applied, fitting_tables, of_system
+from bench.papers.stand_ins import STAND_INS, dense, sparing, wanted
+from bench.papers.traits import HOW, KINDS, TRAITS, Traits, applied, drawn_tables, fitting_tables, of_system
 from penstock.errors import DoesNotFit
-from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
 from penstock.planner.programs.pipo_memory import Configuration
 from penstock.planner.solve import pipo
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.spec.parts import parts
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
+
+# Far-off rows whose cause is told, but whose undoing does not bring them within 1.5: docs/PAPERS.md says which.
+UNTESTED = {"PIPO": 12, "FlexGen": 7, "ScheInfer": 6, "PowerInfer": 12}
+
 
 # Rows that are predicted anew, of each paper: those of one plan or few.
 ANEW = 2
@@ -101,13 +107,15 @@ def test_figures_that_break_physics_are_not_in_the_median() -> None:
     assert (speed_ratio_median(found, built=True), speed_ratio_median(found, built=False)) == (3.0, 4.0)
     assert [row.far_off for row in found] == [True, False]
     judging = "–" if found[0].figure.table in fitting_tables("PIPO") else "3.00"
-    assert f"| PIPO | 1 | 3.00 | {judging} | 4.00 | – | 1 | 1 | 1 |" in page(found, left_out, (), ())
+    assert f"| PIPO | 1 | 3.00 | {judging} | 4.00 | – | 1 | {untested_causes(found)} | 0 | 1 |" in page(
+        found, left_out, (), ()
+    )
     assert "**!** bound 1.5" in page(found, left_out, (), ())
 
 
 def test_above_one_is_promised_too_fast_of_times_as_of_speeds() -> None:
     speed, seconds, memory = (
-        Row(replace(FIGURES[0], metric=metric, value=2.0), predicted, predicted / 2, None, True, True, False, "")
+        Row(replace(FIGURES[0], metric=metric, value=2.0), predicted, predicted / 2, None, True, True, None, "")
         for metric, predicted in (("throughput", 3.0), ("ttft_s", 1.0), ("host_gb", 1.0))
     )
     assert [each.speed_ratio(built=False) for each in (speed, seconds, memory)] == [1.5, 2.0, None]
@@ -198,13 +206,22 @@ def test_every_figure_is_there_or_left_out() -> None:
     found, left_out = compared()
     assert len(found) + len(left_out) == sum(figure.paper in PREDICTORS for figure in FIGURES)
     for figure, cause in ((each.figure, each.cause) for each in left_out):
-        assert ("experts" in cause) == (figure.model == "mixtral-8x7b"), figure  # no dense model is refused
+        assert "experts" not in cause, figure
         if figure.paper == "PIPO":
-            assert figure.setting in NOT_PREDICTED or cause
-            assert (figure.model in UNSUPPORTED) == (cause == "latent attention")
+            assert figure.setting in NOT_PREDICTED
+    assert all(figure.model not in STAND_INS or figure.metric not in SPEEDS for figure in absent_of(left_out))
 
 
 # -- models with experts --------------------------------------------------------------------------------
+
+
+def absent_of(left_out: tuple[LeftOut, ...]) -> list[Published]:
+    """Figures without a prediction, but for spreads over tokens and what runs on another machine."""
+    return [
+        each.figure
+        for each in left_out
+        if "percentile" not in each.figure.setting and "A100" not in each.figure.against
+    ]
 
 
 def mixtral() -> Published:
@@ -212,43 +229,55 @@ def mixtral() -> Published:
     return row
 
 
-def test_what_the_planner_refuses_is_left_out_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
+def test_what_the_planner_refuses_is_left_out_with_its_words() -> None:
+    def predictor(row: Published, traits: Traits) -> Predicted | None:
         raise DoesNotFit("too little", tier="gpu0", need_bytes=2, have_bytes=1, minimum_bytes=2)
 
-    monkeypatch.setattr(comparing, "candidates", planner)
-    (found,) = compare([mixtral()], PREDICTORS, TRAITS)[1]
+    (found,) = compare([mixtral()], {"PIPO": predictor}, TRAITS)[1]
     assert found == LeftOut(mixtral(), "too little")
     assert found.to_json()["predicted"] is None and found.to_json()["cause"] == "too little"
-    shown = page((Row(FIGURES[0], 1.0, 1.0, None, True, True, False, ""),), (found,), (), ())
+    shown = page((Row(FIGURES[0], 1.0, 1.0, None, True, True, None, ""),), (found,), (), ())
     assert "Not predicted: appendix C.4, weights on disk, KV on the device (mixtral-8x7b: too little)." in shown
 
 
-def test_a_row_is_predicted_once_the_planner_has_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of that solver: others do not stand in for it."""
-    asked = []
-
-    def planner(problem: Problem, **_: bool) -> Iterator[Candidate]:
-        asked.append(problem.ask.use_device)
-        plan = pipo.plan(problem, Configuration("disk0", "overlapped", 0.0), "gpu0", 512)
-        yield Candidate(name, plan, ())
-
-    monkeypatch.setattr(comparing, "candidates", planner)
-    simulated.cache_clear()
-    name = "experts with the CPU"
-    assert [each.cause for each in compare([mixtral()], PREDICTORS, TRAITS)[1]] == [
-        "for experts beside a device the planner has no plans of PIPO"
-    ]
-    name = pipo.NAMES["overlapped"]
-    (row,), left_out = compare([mixtral()], PREDICTORS, TRAITS)
-    assert left_out == () and asked == [True] * 3 and 0 < row.predicted < row.figure.value
-    assert row.respects_physics and "batch 4 assumed" in row.note
-    simulated.cache_clear()
+def test_a_dense_model_stands_for_the_experts_that_rows_go_to() -> None:
+    """Mixtral: one row reads 2 of 8 experts, many rows all of them, and each row is multiplied by 2."""
+    spec = model_of("mixtral-8x7b")[0]
+    assert [dense(spec, rows).layers[0].ffns[0].neurons / 14336 for rows in (1, 1024, 0)] == [2, 8, 8]
+    routed = spec.layers[0].routed
+    assert routed is not None and wanted(routed, 2) == pytest.approx(2 + 2 * 6 / 8)
+    machine = comparing.machine_of("laptop-rtx3060-6gb")
+    for rows, share in ((1, 1.0), (1024, 0.25)):
+        there = sparing(machine, spec, rows)
+        for lane in ("gpu0", "host"):
+            before, after = (each.rate(lane, "ffn", "int4", rows) for each in (machine, there))
+            assert after.s_per_flop == pytest.approx(share * before.s_per_flop)
+            assert after.s_per_byte == before.s_per_byte
+            assert there.rate(lane, "qkv", "int4", rows) == machine.rate(lane, "qkv", "int4", rows)
 
 
-def test_dense_models_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(comparing, "candidates")
-    require_plans(Problem(Ask(), LLAMA_1B, parse_format("int4"), WITH_DEVICE), "PIPO")
+def test_stand_ins_have_the_weights_that_are_published() -> None:
+    published = {"deepseek-r1-671b": 671.0, "bamboo-7b": 7.25, "falcon-relu-40b": 41.3}
+    assert set(published) == set(STAND_INS)
+    for name, thousands_of_millions in published.items():
+        spec, _ = model_of(name)
+        weights = sum(part.weights_of(0, part.granules) for part in parts(spec, parse_format("int8")))
+        assert weights / 1e9 == pytest.approx(thousands_of_millions, rel=0.002), name
+        assert spec.fires == (name != "deepseek-r1-671b")
+
+
+def test_the_two_models_of_the_largest_figure_are_predicted() -> None:
+    """PIPO's appendix C.4 states no batch: its note says which is assumed, and within its bound no figure breaks
+    physics."""
+    found = {
+        row.figure.model: row for row in rows() if (row.figure.paper, row.figure.table) == ("PIPO", "appendix C.4")
+    }
+    assert set(found) == {"mixtral-8x7b", "deepseek-r1-671b"}
+    for model, batch in (("mixtral-8x7b", 32), ("deepseek-r1-671b", 1)):
+        row = found[model]
+        assert 0 < row.as_built <= row.predicted and row.bound is not None
+        assert row.predicted < row.bound and row.respects_physics
+        assert f"batch {batch} assumed" in row.note and "experts" in row.note
 
 
 def test_a_bound_counts_the_experts_of_a_token() -> None:
@@ -271,11 +300,12 @@ def test_the_medians() -> None:
 
 
 def test_pipos_outliers_have_a_cause() -> None:
-    """Not an assumption alone."""
+    """Not an assumption alone. Figures that no policy can reproduce have theirs wherever the prediction lies."""
     assert any(row.far_off for row in rows() if row.figure.paper == "PIPO")
     for row in rows():
         if row.figure.paper == "PIPO":
-            assert row.far_off == any(cause.text in row.note for cause in CAUSES if cause.paper == "PIPO"), row
+            told = any(cause.text in row.note for cause in CAUSES if cause.paper == "PIPO")
+            assert told == (row.far_off or is_beyond(row.figure)), row
 
 
 # -- traits ----------------------------------------------------------------------------------------------
@@ -284,6 +314,10 @@ def test_pipos_outliers_have_a_cause() -> None:
 def test_traits_are_of_kinds_and_have_sources() -> None:
     assert {trait.kind for trait in TRAITS} <= set(KINDS)
     assert all(trait.value > 0 and len(trait.source) > 20 for trait in TRAITS)
+    assert {trait.how for trait in TRAITS} == set(HOW)
+    for trait in TRAITS:
+        assert (trait.how == "by hand") == bool(trait.tables), trait
+        assert set(trait.tables) <= {f.table for f in FIGURES if f.paper == trait.paper}, trait
     assert len({(t.paper, t.system, t.kind) for t in TRAITS}) == len(TRAITS)
     systems = {(f.paper, f.system.removesuffix(" (c)")) for f in FIGURES}
     assert {(trait.paper, trait.system) for trait in TRAITS} <= systems
@@ -292,10 +326,24 @@ def test_traits_are_of_kinds_and_have_sources() -> None:
 
 
 def test_half_of_the_tables_fit() -> None:
+    """And those that somebody looked at for a number by hand. The others judge."""
     for paper in ("PIPO", "FlexGen"):
         tables = {figure.table for figure in FIGURES if figure.paper == paper}
-        assert fitting_tables(paper) < tables and len(fitting_tables(paper)) == (len(tables) + 1) // 2
-    assert fitting_tables("ScheInfer") == fitting_tables("PowerInfer") == frozenset()  # nothing is fitted there
+        assert fitting_tables(paper) < tables and len(drawn_tables(paper)) == (len(tables) + 1) // 2
+    for paper in ("ScheInfer", "PowerInfer"):
+        assert drawn_tables(paper) == frozenset()  # no number is fitted there
+    for paper in PREDICTORS:
+        looked_at = {table for trait in TRAITS if trait.paper == paper for table in trait.tables}
+        assert fitting_tables(paper) == drawn_tables(paper) | looked_at
+    assert fitting_tables("ScheInfer") == {"section V-E4"} and fitting_tables("PowerInfer") == frozenset()
+    assert not any(row.judges for row in rows() if row.figure.table == "section V-E4")
+
+
+def test_the_page_tells_how_a_number_was_chosen() -> None:
+    shown = page((), (), (), TRAITS)
+    assert shown.count("| stated |") == sum(trait.how == "stated" for trait in TRAITS)
+    assert shown.count("| fitted |") == sum(trait.fitted for trait in TRAITS)
+    assert "| 0.65 | by hand by section V-E4 |" in shown and "| 1.3e+11 | by hand by Table 1 and Table 5 |" in shown
 
 
 def test_each_kind_changes_what_it_names() -> None:
@@ -315,26 +363,93 @@ def test_each_kind_changes_what_it_names() -> None:
 
 
 def test_an_ablation_has_a_prediction_of_each_part() -> None:
-    """PIPO's Figure 9: as penstock would run it there is one policy; as it was built each part adds."""
+    """PIPO's Figure 9: as penstock would run it there is one policy. As it was built the pipeline alone is quicker than
+    FlexGen, and its transfers add to that. Its kernels change nothing that is seen, within 5 %: a pass from the disk
+    hides them, as the traits have them, where the paper has a tenth more."""
     parts = [row for row in rows() if row.figure.table.startswith("Figure 9")]
     assert [row.is_policy for row in parts] == [False, False, True]
     built = [row.as_built for row in parts]
-    assert 1 < built[0] < built[1] < built[2] and len({row.predicted for row in parts}) == 1
+    assert 1 < built[0] < built[1] and len({row.predicted for row in parts}) == 1
+    assert built[2] == pytest.approx(built[1], rel=0.05)
 
 
 def test_a_cause_that_is_told_is_undone() -> None:
-    """Traits that a cause names bring the row near, or it counts as untested."""
-    tested = [row for row in rows() if row.cause_tested]
-    assert tested
-    for row in tested[:: max(1, len(tested) // 8)]:
+    """Traits that a cause names, and what it reads where the paper does not say it, bring the row near, or it counts
+    as untested. Predicted here again for some rows, with the cells of the cause's own row alone."""
+    told = [row for row in rows() if row.undone is not None]
+    assert any(row.cause_tested for row in told) and not all(row.cause_tested for row in told)
+    for row in told[:: max(1, len(told) // 12)]:
         why = cause_of(row.figure)
-        assert why is not None
+        assert why is not None and row.far_off
+        cells: dict[str, Any] = {name: int(cell) if cell.isdecimal() else cell for name, cell in why.reading.items()}
         named = tuple(trait for trait in TRAITS if trait.kind in why.kinds)
-        undone = PREDICTORS[row.figure.paper](row.figure, named)
-        assert undone is not None and not is_far_off(undone.value / row.figure.value), row
-    nameless = [row for row in rows() if row.far_off and (why := cause_of(row.figure)) is not None and not why.kinds]
-    assert nameless and not any(row.cause_tested for row in nameless)
-    assert untested_causes(rows()) >= len(once(nameless)) > 0
+        undone = PREDICTORS[row.figure.paper](replace(row.figure, **cells), named)
+        assert undone is not None and row.undone == pytest.approx(undone.value), row
+        assert row.cause_tested == (2 / 3 <= undone.value / row.figure.value <= 1.5), row
+    nameless = [
+        row for row in rows() if row.far_off and ((why := cause_of(row.figure)) is None or not why.can_be_undone)
+    ]
+    assert nameless and not any(row.cause_tested or row.undone is not None for row in nameless)
+    wanted = [row for row in once(nameless) if not is_beyond(row.figure)]
+    assert untested_causes(rows()) >= len(wanted) > 0
+
+
+def test_a_refusal_of_the_changed_reading_is_no_end() -> None:
+    """The planner may refuse the batch that a cause reads: the row stays, and its cause is untested."""
+    figure = next(f for f in FIGURES if (f.paper, f.table) == ("PIPO", "Table 1") and f.model == "llama-3.1-70b")
+    why = cause_of(figure)
+    assert why is not None and why.reading == {"batch": "5"} and figure.batch is None
+
+    def predictor(row: Published, traits: Traits) -> Predicted | None:
+        if row.batch == 5:
+            raise DoesNotFit("too little", tier="gpu0", need_bytes=2, have_bytes=1, minimum_bytes=2)
+        return Predicted(2 * row.value, None)
+
+    (row,), left_out = compare([figure], {"PIPO": predictor}, TRAITS)
+    assert left_out == () and row.far_off and row.undone is None and not row.cause_tested
+    assert untested_causes([row]) == 1
+
+
+def test_few_causes_are_untested() -> None:
+    found = {paper: untested_causes([row for row in rows() if row.figure.paper == paper]) for paper in PREDICTORS}
+    assert all(count <= UNTESTED[paper] for paper, count in found.items()), found
+
+
+def test_one_reading_holds_for_a_table() -> None:
+    """What a paper does not say is said once for all rows of a table that it is asked for, and they follow."""
+    readings: dict[tuple[str, str], set[str]] = {}
+    for cause in CAUSES:
+        for name, value in cause.reading.items():
+            if name in ("batch", "weights") and "model" not in cause.reading:
+                readings.setdefault((cause.where["table"], name), set()).add(value)
+    assert readings and all(len(values) == 1 for values in readings.values())
+    for cause in CAUSES:
+        if cause.reading and cause.paper == "PIPO":
+            mine = [row for row in rows() if row.far_off and cause_of(row.figure) == cause]
+            follow = [row.cause_tested for row in mine]
+            assert mine and (all(follow) if "all far-off rows of" in cause.text else any(follow)), cause
+    for table in ("Table 1", "Table 2"):
+        claimed = [cause for cause in CAUSES if cause.paper == "PIPO" and cause.where["table"] == table]
+        assert any("all far-off rows of" in cause.text for cause in claimed)
+
+
+def test_no_policy_can() -> None:
+    """Such rows are marked, are no causes, and are the machine's whole memory, or what is said to be another model.
+    They are so by their cause: a prediction that happens to be near is one too, and in no median as penstock."""
+    rows_of = [row for row in rows() if (why := cause_of(row.figure)) is not None and why.cannot]
+    assert rows_of and not any(row.is_policy or row.cause_tested for row in rows_of)
+    assert all(is_beyond(row.figure) and row.note for row in rows_of)
+    assert not_reproducible(rows()) == sum(row.far_off for row in once(rows_of))
+    for figure in {row.figure for row in rows_of}:
+        for times in (1.0, 3.0):
+            assert not comparing.explained(figure, times * figure.value, None).is_policy
+
+
+def test_causes_are_of_rows_whose_prediction_they_can_change() -> None:
+    """ScheInfer's trait is of prompts alone, so decode has not it for a cause."""
+    for row in (figure for figure in FIGURES if figure.paper == "ScheInfer"):
+        why = cause_of(row)
+        assert (why is not None) == ("prefill" in row.setting or "prompt and answer" in row.setting), row
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
