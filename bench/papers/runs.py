@@ -101,7 +101,7 @@ def _steps(setting: powerinfer.Setting, plans: dict[Published, Plan], rival: Pla
         yield Ran(
             "ablation", f"{row.setting}, times as fast as llama.cpp", row.model, f"{row.value:g}",
             f"{simulated[0] / simulated[i]:.2f}", f"{measured[0] / measured[i]:.2f}",
-            f"{LAYERS} layers on {setting.machine}, every task a wait",
+            f"decode of {LAYERS} layers on {setting.machine}, every task a wait",
         )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def _step_s(spent: Spent) -> float:
 
 
 def predicted(row: Published, traits: Traits) -> Predicted:
-    """The traits are ScheInfer's: its peers are run with its kernels, as penstock's are with penstock's."""
+    """The traits are ScheInfer's: its peers, of which none is stated, run with penstock's kernels."""
     in_prompts = "V-E4" in row.table or "prefill" in row.setting or "prompt" in row.setting
     traits = of_system(traits, row.paper, "ScheInfer") if in_prompts else ()  # its trait is of prompts alone
     for table, found in (
@@ -410,8 +410,8 @@ def _settings(
 
 
 def _ratio(seconds: Callable[[Spent], float], peer: Callable[[Setting], Spent], setting: Setting) -> float:
-    """How many times as fast as the peer ScheInfer is."""
-    return seconds(peer(setting)) / seconds(scheinfer(setting))
+    """How many times as fast as the peer ScheInfer is. The traits are ScheInfer's own."""
+    return seconds(peer(replace(setting, traits=()))) / seconds(scheinfer(setting))
 
 
 def _threads_of(row: Published) -> int:

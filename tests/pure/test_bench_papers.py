@@ -56,14 +56,13 @@ from penstock.spec.parts import parts
 from tests.pure.machine import LLAMA_1B, WITH_DEVICE
 
 # Far-off rows whose cause is told, but whose undoing does not bring them within 1.5: docs/PAPERS.md says which.
-UNTESTED = {"PIPO": 12, "FlexGen": 7, "ScheInfer": 6, "PowerInfer": 12}
-
+UNTESTED = {"PIPO": 4, "FlexGen": 7, "ScheInfer": 3, "PowerInfer": 10}
 
 # Rows that are predicted anew, of each paper: those of one plan or few.
 ANEW = 2
 QUICK = {
     "PIPO": ("Table 1", "Table 2", "Table 3", "Table 4", "Table 5"),
-    "FlexGen": ("Table 4", "Table 8"),
+    "FlexGen": ("throughput (Table 2)", "Table 3"),
     "ScheInfer": ("section V-E3", "section V-E4"),
     "PowerInfer": ("Table 4", "Table 8"),
 }
@@ -76,6 +75,11 @@ def compared() -> tuple[tuple[Row, ...], tuple[LeftOut, ...]]:
 
 def rows() -> tuple[Row, ...]:
     return compared()[0]
+
+
+def is_quick(figure: Published) -> bool:
+    small = figure.paper != "FlexGen" or figure.model == "opt-6.7b"  # others search seconds for a policy
+    return small and figure.model != SEVERAL and figure.table in QUICK[figure.paper]
 
 
 def pipos(table: str, metric: str = "throughput", system: str = "PIPO") -> dict[str, Row]:
@@ -179,7 +183,7 @@ def test_other_papers_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("paper", QUICK)
 def test_some_rows_predicted_anew(paper: str) -> None:
-    mine = [f for f in FIGURES if f.paper == paper and f.model != SEVERAL and f.table.startswith(QUICK[paper])]
+    mine = [figure for figure in FIGURES if figure.paper == paper and is_quick(figure)]
     same(*compare(random.Random(0).sample(mine, ANEW), PREDICTORS, TRAITS))
 
 
@@ -378,7 +382,8 @@ def test_a_cause_that_is_told_is_undone() -> None:
     as untested. Predicted here again for some rows, with the cells of the cause's own row alone."""
     told = [row for row in rows() if row.undone is not None]
     assert any(row.cause_tested for row in told) and not all(row.cause_tested for row in told)
-    for row in told[:: max(1, len(told) // 12)]:
+    quick = [row for row in told if is_quick(row.figure)]
+    for row in random.Random(0).sample(quick, 4):
         why = cause_of(row.figure)
         assert why is not None and row.far_off
         cells: dict[str, Any] = {name: int(cell) if cell.isdecimal() else cell for name, cell in why.reading.items()}
@@ -482,7 +487,7 @@ def test_the_page_holds_every_row() -> None:
 def test_a_picture_of_the_same_rows_is_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("a.svg", "b.svg"):
-        plot(rows(), tmp_path / name)
+        plot(rows()[::8], tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
