@@ -212,6 +212,7 @@ def test_a_cache_of_any_size_on_a_device_gives_the_resident_bits(
     assert np.array_equal(run(packed, plan, said, serial=True), expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("lifted_rows", [1, 2, 9])
 @pytest.mark.parametrize("seqs", [1, 3])
 @pytest.mark.parametrize("said", [worst, one, each_once])

@@ -142,6 +142,7 @@ def drawn(call: Call) -> list[list[int]]:
     return [sorted(rng.sample(range(EXPERTS), ACTIVE)) for rng in rngs]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("guesses", [0, 2])
 @pytest.mark.parametrize("seqs", [1, 2])
 @pytest.mark.parametrize("said", [None, worst, one, wrong(worst), drawn])
