@@ -41,7 +41,7 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
 fuzz: .venv/test.stamp .venv/wheel.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers, and for ARM under qemu; lm-eval; 4 minutes of mutated files
-	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz" $(ARGS)
+	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz or thinned" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
 	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)

@@ -62,7 +62,7 @@ class Heard:
         """In windows of 512 tokens."""
         engine, plan = self._engine, self._engine.plan
         ids = engine.tokenizer.encode(text)[:most_tokens]
-        with engine.session.hearing_routers(self._hear):
+        with engine.session.hearing.routers(self._hear):
             for lo in range(0, len(ids), WINDOW_TOKENS):
                 window = ids[lo : lo + WINDOW_TOKENS]
                 for p in passes.prefill(plan, 0, len(window), None):

@@ -101,7 +101,7 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
                     called[layer] += np.mean(scores + biases[layer] > 0) * len(h) / _HEARD
                     fires[layer] += np.mean(fired) * len(h) / _HEARD
 
-            with session.hearing_neurons(note, by_place=True):
+            with session.hearing.neurons(note, by_place=True):
                 for _ in read(engine, ids if at < len(spec.layers) else other_ids, None):
                     pass
             if at < len(spec.layers):

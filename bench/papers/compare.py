@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import penstock
 from bench.papers.published import METRICS, UNSUPPORTED, Cause, Published, cause_of
+from bench.papers.stand_ins import STAND_INS
 from bench.papers.traits import Traits, applied, fitting_tables
-from penstock.errors import BadRequest, PenstockError
-from penstock.planner.solve import candidates
-from penstock.planner.solve.problem import Problem
+from penstock.errors import PenstockError
 from penstock.serve.planning import describe
 from penstock.spec import machine as machines
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import CPU
 
 # Of all other metrics more is better.
 SMALLER_IS_BETTER = frozenset(
@@ -30,6 +30,7 @@ SPEEDS = frozenset(
 )
 MEMORY = frozenset({"device_gb", "host_gb"})
 ROUNDING = 0.02  # a figure so much beyond the bound may be one of two digits
+_TIMES = "×"
 FAR_OFF = 1.5  # a ratio beyond this, or its inverse, is an outlier, which a sentence explains
 MEDIAN = (0.8, 1.25)  # what a paper's median speed ratio should be within, as its systems were built
 
@@ -52,28 +53,28 @@ Predictor = Callable[[Published, Traits], Predicted | None]
 
 @cache
 def machine_of(name: str, traits: Traits = ()) -> MachineSpec:
-    """A test bed: a machine that comes with penstock, as a system with these traits uses it."""
-    file = Path(penstock.__file__).parent / "machines" / f"{name}.json"
-    return applied(machines.loads(file.read_text(encoding="utf-8"), name), traits)
+    """A test bed: a machine that comes with penstock, as a system with these traits uses it. `name`: with `×0.7` behind
+    it the CPU and its RAM are so many times as fast."""
+    known, _, times = name.partition(_TIMES)
+    file = Path(penstock.__file__).parent / "machines" / f"{known}.json"
+    machine = machines.loads(file.read_text(encoding="utf-8"), known)
+    if times:
+        rates = (
+            replace(r, s_per_byte=r.s_per_byte / float(times), s_per_flop=r.s_per_flop / float(times))
+            if r.lane == CPU else r
+            for r in machine.rates
+        )  # fmt: skip
+        machine = replace(machine, rates=tuple(rates))
+    return applied(machine, traits)
 
 
 @cache
 def model_of(name: str, weights: str | None = None) -> tuple[ModelSpec, Format]:
-    """A bundled shape in a format, by default the checkpoint's own."""
-    return describe(Path(name), parse_format(weights) if weights else None, to_plan=True)
-
-
-def require_plans(problem: Problem, *solvers: str) -> None:
-    """Asks the planner whether it has plans on the device of these solvers for a model with experts. Dense models have
-    plans of every solver. `solvers`: how the names of their strategies begin.
-
-    Raises what the planner refuses with, or BadRequest where it does not refuse and has none of a solver."""
-    if not problem.spec.is_routed:
-        return
-    names = {each.strategy for each in candidates(problem.asking(use_device=True), every=True, may_plan=True)}
-    for solver in solvers:
-        if not any(name.startswith(solver) for name in names):
-            raise BadRequest(f"for experts beside a device the planner has no plans of {solver}")
+    """A bundled shape, or what stands for it (`stand_ins`), in a format, by default the checkpoint's own."""
+    fmt = parse_format(weights) if weights else None
+    if name in STAND_INS:
+        return STAND_INS[name](), fmt or parse_format("float16")
+    return describe(Path(name), fmt, to_plan=True)
 
 
 def is_far_off(ratio: float) -> bool:
@@ -88,16 +89,28 @@ def speed_ratio(row: Published, value: float) -> float | None:
 
 
 def explained(row: Published, value: float, bound: float | None, *notes: str) -> Predicted:
-    """What is predicted, with its notes, and after them why it is far off, where it is."""
-    cause = cause_of(row) if is_far_off(value / row.value) else None
-    return Predicted(value, bound, "; ".join(filter(None, (*notes, cause.text if cause else ""))))
+    """What is predicted, with its notes, and after them what `told` says of it."""
+    note = "; ".join(filter(None, (*notes, told(row, value))))
+    return Predicted(value, bound, note, is_policy=not is_beyond(row))
+
+
+def told(row: Published, value: float) -> str:
+    """Why a prediction is far off, where it is, and of any, why no policy can reproduce its figure; else nothing."""
+    cause = cause_of(row)
+    return cause.text if cause is not None and (cause.cannot or is_far_off(value / row.value)) else ""
+
+
+def is_beyond(row: Published) -> bool:
+    """Whether no policy can reproduce the figure: by its cause, however near the prediction is."""
+    cause = cause_of(row)
+    return cause is not None and cause.cannot
 
 
 @dataclass(frozen=True)
 class Row:
     """`predicted`: as penstock would run the policy. `as_built`: with the traits of the row's system. `bound`: None
-    where physics has none. `is_policy`: see Predicted. `cause_tested`: of a far-off row, that its cause names traits,
-    and that with these alone it is no longer far off."""
+    where physics has none. `is_policy`: see Predicted. `undone`: of a far-off row, the prediction with what its cause
+    names alone, traits or another reading; None where it names nothing."""
 
     figure: Published
     predicted: float
@@ -105,8 +118,13 @@ class Row:
     bound: float | None
     respects_physics: bool
     is_policy: bool
-    cause_tested: bool
+    undone: float | None
     note: str
+
+    @property
+    def cause_tested(self) -> bool:
+        """That the row is far off, and no longer where its cause is undone."""
+        return self.far_off and self.undone is not None and not is_far_off(self.undone / self.figure.value)
 
     @property
     def ratio(self) -> float:
@@ -137,7 +155,7 @@ class Row:
             "published": f.value, "ratio": self.ratio, "built_ratio": self.built_ratio,
             "speed_ratio": self.speed_ratio(built=True), "bound": self.bound, "judges": self.judges,
             "respects_physics": self.respects_physics, "is_policy": self.is_policy, "cause_tested": self.cause_tested,
-            "note": self.note,
+            "undone": self.undone, "note": self.note,
         }  # fmt: skip
 
 
@@ -183,19 +201,24 @@ def compare(
         if found is None or built is None:
             left_out.append(LeftOut(figure, cause))
             continue
-        fine, tested = respects(figure.metric, figure.value, found.bound), False
-        why = cause_of(figure)
+        why, undone = cause_of(figure), None
         if is_far_off(found.value / figure.value) and why is not None:
-            tested = _explains(figure, why, predictor, traits)
-        rows.append(Row(figure, found.value, built.value, found.bound, fine, found.is_policy, tested, found.note))
+            try:
+                undone = undone_by(why, figure, predictor, traits)
+            except PenstockError:  # the planner refuses the changed reading: the cause is untested
+                undone = None
+        fine = respects(figure.metric, figure.value, found.bound)
+        rows.append(Row(figure, found.value, built.value, found.bound, fine, found.is_policy, undone, found.note))
     return tuple(rows), tuple(left_out)
 
 
-def _explains(figure: Published, cause: Cause, predictor: Predictor, traits: Traits) -> bool:
-    """Whether the traits that a cause names bring the figure's prediction within FAR_OFF."""
-    named = tuple(trait for trait in traits if trait.kind in cause.kinds)
-    undone = predictor(figure, named) if named else None
-    return undone is not None and not is_far_off(undone.value / figure.value)
+def undone_by(cause: Cause, figure: Published, predictor: Predictor, traits: Traits) -> float | None:
+    """The figure's prediction with the traits that a cause names, read as the cause reads it. None if it names
+    nothing."""
+    if not cause.can_be_undone:
+        return None
+    undone = predictor(cause.read(figure), tuple(trait for trait in traits if trait.kind in cause.kinds))
+    return None if undone is None else undone.value
 
 
 def once(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -223,5 +246,10 @@ def memory_ratio_median(rows: Iterable[Row]) -> float | None:
 
 
 def untested_causes(rows: Iterable[Row]) -> int:
-    """Far-off rows of `once` that no traits explain."""
-    return sum(row.far_off and not row.cause_tested for row in once(rows))
+    """Far-off rows of `once` whose cause is told alone, or does not do, but for those that no policy can reproduce."""
+    return sum(row.far_off and not row.cause_tested for row in once(rows) if not is_beyond(row.figure))
+
+
+def not_reproducible(rows: Iterable[Row]) -> int:
+    """Far-off rows of `once` that no policy can reproduce."""
+    return sum(row.far_off and is_beyond(row.figure) for row in once(rows))

@@ -1,8 +1,9 @@
 """`python -m bench.papers.fit`: the numbers of traits that are fitted, by half of each paper's tables.
 
 Each fitted trait takes the value, of a grid, with the least sum of |log(promised speed / printed speed)| over the rows
-of the fitting tables that are its system's or against it: one trait after the other, in turns until nothing changes.
-Rows that judge are not looked at. It prints the lines of `data/traits.tsv`; nothing is written.
+of the drawn tables that are its system's or against it: one trait after the other, in turns until nothing changes.
+Rows of other tables are not looked at, and numbers by hand stay. It prints the lines of `data/traits.tsv`; nothing is
+written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from bench.papers import flexgen, pipo
 from bench.papers.compare import Predictor, compare, once, speed_ratio
 from bench.papers.published import FIGURES, Published
-from bench.papers.traits import TRAITS, Trait, Traits, fitting_tables
+from bench.papers.traits import TRAITS, Trait, Traits, drawn_tables
 
 PREDICTORS: dict[str, Predictor] = {"PIPO": pipo.predicted, "FlexGen": flexgen.predicted}
 STEPS = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 3.3)  # of a number, in a turn
@@ -32,7 +33,7 @@ def error(traits: Traits, figures: Iterable[Published]) -> float:
 
 def rows_of(paper: str) -> list[Published]:
     """Rows that fit the paper's traits: once each, and none that no machine of their kind can reach."""
-    tables = fitting_tables(paper)
+    tables = drawn_tables(paper)
     rows, _ = compare([f for f in FIGURES if f.paper == paper and f.table in tables], PREDICTORS, ())
     return [row.figure for row in once(rows)]
 
@@ -61,8 +62,8 @@ def rounded(value: float) -> float:
 
 
 def line(trait: Trait) -> str:
-    how = "fitted" if trait.fitted else "stated"
-    return "\t".join((trait.paper, trait.system, trait.kind, f"{trait.value:g}", how, trait.source))
+    tables = "; ".join(trait.tables)
+    return "\t".join((trait.paper, trait.system, trait.kind, f"{trait.value:g}", trait.how, tables, trait.source))
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from bench.papers.compare import Predicted, explained, machine_of, model_of, require_plans
+from bench.papers.compare import Predicted, explained, machine_of, model_of
 from bench.papers.published import DESKTOP, LAPTOP, SEVERAL, UNSUPPORTED, Published
+from bench.papers.stand_ins import dense, sparing
 from bench.papers.traits import Traits, of_system
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
@@ -35,6 +36,10 @@ from penstock.spec.plan import Plan
 from penstock.units import GIB
 
 BATCH, MOST_BATCH, OUTPUT = 4, 32, 32  # assumed; the largest, and the answers, of section 4.1
+# Of appendix C.4: the best of Figure 12 is taken to be the largest batch of section 4.1, and that DeepSeek-R1 answered
+# at all, to be one sequence, in the 8 bits of its checkpoint.
+_BATCHES = {"mixtral-8x7b": MOST_BATCH, "deepseek-r1-671b": 1}
+_OWN_FORMAT = {"deepseek-r1-671b": "int8"}
 NOT_PREDICTED = {
     "transfers from disk to device alone": "a measurement of one part, which the machine file takes from data sheets",
 }
@@ -140,7 +145,7 @@ def predicted(row: Published, traits: Traits) -> Predicted | None:
     most = bound(row, policy, row.batch or MOST_BATCH)
     if row.batch is None:
         alone = bound(row, policy, 1)
-        notes.append(f"batch {BATCH} assumed, bound at {MOST_BATCH}; at batch 1 it would be {alone:.3g}")
+        notes.append(f"batch {policy.batch} assumed, bound at {MOST_BATCH}; at batch 1 it would be {alone:.3g}")
     return explained(row, value, most, *notes)
 
 
@@ -153,8 +158,8 @@ def policy_of(row: Published, traits: Traits) -> Policy:
     kv_home = _HOMES[places[2]] if places and places[2] else "host"
     assert row.prompt is not None
     return Policy(
-        row.machine, row.model, row.weights or "", row.kv or "float16", row.prompt, row.output or OUTPUT,
-        row.batch or BATCH, _ORDERS[row.system], home,
+        row.machine, row.model, row.weights or _OWN_FORMAT.get(row.model, ""), row.kv or "float16", row.prompt,
+        row.output or OUTPUT, row.batch or _BATCHES.get(row.model, BATCH), _ORDERS[row.system], home,
         int(share[1]) / 100 if share else float(home == GPU.executor), kv_home,
         of_system(traits, row.paper, row.system),
     )  # fmt: skip
@@ -162,21 +167,30 @@ def policy_of(row: Published, traits: Traits) -> Policy:
 
 @cache
 def simulated(policy: Policy) -> tuple[Speeds, float]:
-    """Its speeds, and the share of weights that the device holds: the policy's, or what fits."""
-    plan, ask, machine, share = planned(policy)
-    return together(plan, ask, machine), share
+    """Its speeds, and the share of weights that the device holds: the policy's, or what fits. Experts are those that
+    the rows of a prompt go to, and after it those of a step."""
+    if not model_of(policy.model, policy.weights)[0].is_routed:
+        plan, ask, machine, share = planned(policy)
+        return together(plan, ask, machine), share
+    found = []
+    for rows in (policy.batch * policy.prompt, policy.batch):
+        plan, ask, machine, share = planned(policy, rows)
+        found.append(together(plan, ask, machine))
+    return replace(found[0], step_s=found[1].step_s, step_busy_s=found[1].step_busy_s), share
 
 
-def planned(policy: Policy) -> tuple[Plan, Ask, MachineSpec, float]:
-    """Its plan, for what and on which machine, and the share of weights that the device holds."""
+def planned(policy: Policy, rows: int = 0) -> tuple[Plan, Ask, MachineSpec, float]:
+    """Its plan, for what and on which machine, and the share of weights that the device holds. `rows`: of a pass, of a
+    model with experts, for which stands a dense one."""
     spec, fmt = model_of(policy.model, policy.weights)
     ask = Ask(
         prompt_tokens=policy.prompt, output_tokens=policy.output, batch=policy.batch, kv=policy.kv,
         context=policy.prompt + policy.output,
     )  # fmt: skip
     machine = machine_of(policy.machine, policy.traits)
+    if spec.is_routed:
+        machine, spec = sparing(machine, spec, rows), dense(spec, rows)
     problem = Problem(ask, spec, fmt, machine)
-    require_plans(problem, "PIPO")
     share, plan = policy.share, None
     while plan is None or (not problem.fits(plan) and policy.home != GPU.executor and share > 0.01):
         share -= 0.01 if plan else 0.0
@@ -242,12 +256,13 @@ def _ablation(row: Published, traits: Traits) -> Traits:
     """PIPO's traits, or those of appendix C.2: its pipeline with FlexGen's transfers and kernels, then with its own
     transfers, then with its own kernels as well. The pipeline hides FlexGen's copies of what was read."""
     flexgen, pipo_own = (of_system(traits, row.paper, system) for system in ("FlexGen", "PIPO"))
+    own_but_kernels = tuple(t for t in pipo_own if not t.kind.startswith(("unpacking", "products of few rows")))
     kernels = tuple(t for t in flexgen if t.kind.startswith("unpacking"))
     transfers = tuple(t for t in flexgen if t.kind.startswith("disk reads"))
     alone, with_transfers = _PARTS_OF_PIPO
     if alone in row.setting:
-        return (*pipo_own, *kernels, *transfers)
-    return (*pipo_own, *kernels) if with_transfers in row.setting else pipo_own
+        return (*own_but_kernels, *kernels, *transfers)
+    return (*own_but_kernels, *kernels) if with_transfers in row.setting else pipo_own
 
 
 def _utilisation(row: Published, traits: Traits) -> Predicted:
@@ -271,6 +286,8 @@ def _assumed(row: Published) -> list[str]:
     found = []
     if row.weights is None:
         found.append("weights in the checkpoint's own format")
+    if row.model in _BATCHES:
+        found.append("experts as a dense FFN of those that are wanted, where each row draws for itself")
     if row.metric == "host_gb":
         found.append("with the 3 GiB that the machine file leaves to the system")
     return found

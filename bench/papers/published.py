@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.units import GIB
 
-_DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "data"
 PAPERS = ("PIPO", "FlexGen", "ScheInfer", "PowerInfer")
 
 # Instead of a model or a machine, where a figure sums up several.
@@ -37,11 +37,8 @@ METRICS = {
     "predictor_weights": "weights of the predictors of active neurons",
 }
 
-# Models of the papers that `ModelSpec` cannot say yet, and why; penstock/shapes/SOURCES.md has the same list.
+# Models of the papers that nothing stands for (`stand_ins`), and why; penstock/shapes/SOURCES.md has them too.
 UNSUPPORTED = {
-    "deepseek-r1-671b": "latent attention",
-    "falcon-relu-40b": "attention and FFN side by side in a layer",
-    "bamboo-7b": "ReLU on both gate and up",
     "qwen2-14b": "no dense model of this name was published",
 }
 
@@ -106,13 +103,31 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why predictions are far off. `where`: cell → what a figure's must contain. `kinds`: the kinds of traits (see
-    traits.py) whose absence is the cause; none where it is something else, which then is untested. `text`: in words."""
+    """Why predictions are far off. `where`: cell → what a figure's must contain. `text`: in words. What undoes it:
+
+    kinds       the kinds of traits (see traits.py) that the prediction as penstock lacks
+    reading     cell → what it would have to be, where the paper does not say it, or prints another row's figure
+
+    `cannot`: nothing does, since no policy can reproduce the figure."""
 
     paper: str
     where: dict[str, str]
     kinds: frozenset[str]
+    reading: dict[str, str]
+    cannot: bool
     text: str
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether it can be tested at all."""
+        return bool(self.kinds or self.reading)
+
+    def read(self, row: Published) -> Published:
+        """The figure as the cause reads it."""
+        changed: dict[str, Any] = {
+            name: int(value) if name in _COUNTS else value for name, value in self.reading.items()
+        }
+        return replace(row, **changed)
 
 
 def device_gb(count: int) -> int:
@@ -133,7 +148,7 @@ def cells_of(name: str) -> Iterator[dict[str, str]]:
     note. A line `(3) text` is a note, which cells name."""
     notes: dict[str, str] = {}
     names: list[str] = []
-    for line in (_DATA / f"{name}.tsv").read_text(encoding="utf-8").splitlines():
+    for line in (DATA / f"{name}.tsv").read_text(encoding="utf-8").splitlines():
         if line.startswith("("):
             number, _, text = line.partition(" ")
             notes[number] = text
@@ -165,12 +180,15 @@ TABLE_I = tuple(
     Fit(c["machine"], c["what"], c["weights"], float(c["alpha_s"]), float(c["beta_s"]), float(c["r2"]))
     for c in cells_of("table_i")
 )
+_COUNTS = ("prompt", "output", "batch")
 _CAUSE_CELLS = ("system", "table", "setting", "model", "machine", "metric")
 CAUSES = tuple(
     Cause(
         c["paper"],
         {name: c[name] for name in _CAUSE_CELLS},
         frozenset(filter(None, c["traits"].split("; "))),
+        dict(part.split("=", 1) for part in c["reading"].split("; ") if part),
+        c["cannot"] == "yes",
         c["cause"],
     )
     for c in cells_of("causes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from bench.papers.compare import (
     LeftOut,
     Row,
     memory_ratio_median,
+    not_reproducible,
     once,
     speed_ratio_median,
     untested_causes,
@@ -25,24 +26,40 @@ Made by `make bench-papers`: for each figure that PIPO, FlexGen, ScheInfer and P
 figure's system as a plan of penstock, on the paper's machine as data (`penstock/machines/`), lowered and simulated. No
 weight is loaded and nothing is run; machine files are data sheets times stated shares, a source for each figure.
 What a figure does not say is assumed alike for all of its paper and stands in its note.
-For models with experts the planner is asked whether it has plans of the figure's system. Where it has none, the
-figure is not predicted. What the planner says stands below the paper's tables, or in notes of rows over several models.
+Where penstock has no plan of a system for a model with experts, a dense FFN as wide as the experts that are wanted
+stands for them, on a machine whose products are so much faster: it reads as many bytes in the same time. No paper says
+how its prompts are routed, so every row draws its experts for itself, all as likely. Three models that the spec cannot
+say have stand-ins too (`bench/papers/stand_ins.py`).
 
 Each figure is predicted twice. *As penstock* has penstock's kernels and transfers. *As built* has the same plan on the
 same machine, but with what the paper's system does in its own way: its traits, listed at the end. Numbers of traits
-that no paper prints are fitted by half of the paper's tables, drawn by chance; the others judge.
+that no paper prints are fitted by half of the paper's tables, drawn by chance, or were chosen by hand by tables that
+stand beside them; the others judge.
 
 A ratio is predicted over published. **!** marks a published figure that is better, by more than {ROUNDING:.0%}, than
-physics allows on that machine; it is left out of medians. **~** marks a plan that is not what the system did. Ratios as
-penstock beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and explained below their table. A cause is tested where it names
-traits, and these alone bring the row within {FAR_OFF:g}: others are told, and counted as untested. What stands for
-FlexGen in PIPO's tables is PIPO's measurement of it, and so on.
+physics allows on that machine; it is left out of medians. **~** marks a plan that is not what the system did, or a
+figure that no policy can reproduce. Ratios as penstock beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and explained below
+their table. A cause names traits, or what the paper does not say, such as a batch. It is tested: *undone* is the ratio
+with these alone. Where that is within {FAR_OFF:g}, it is a cause; other rows count as untested. What the paper does not
+say is tried on all far-off rows of a table together. What stands for FlexGen in PIPO's tables is PIPO's measurement of
+it, and so on.
 
 Speed ratios of the summary are medians over speeds and times together, turned so that above 1 is always "promised too
 fast". Memory is apart, shares are in neither, and a figure that several tables print counts once.
 """
 
 
+_RUNS = """## What runs of PowerInfer
+
+No prediction: what penstock's own operators, executor and trained models did in `python -m bench.papers.runs`.
+*Operators*: a product of 4096 × 4096 weights in rows of neurons over the dense kernel's on this CPU (Figure 16, a
+picture; its text says that PowerInfer's is faster than dense below 10 % zeros). *Ablation*: Figure 15, each step a plan
+of eight of the model's layers on the paper's machine. The executor runs its tasks with a wait for each, so the schedule
+is real, and the kernels' times are the machine file's; *predicted* is the same plan simulated. *Loads*: of the neurons
+that fire for a held-out text, the share that a device computes which has room for some, the hottest by another kind of
+text (Figure 12). Figure 4 says that 26 % of a layer of OPT-30B, and 43 % of one of LLaMA(ReGLU)-70B, make 0.8.
+
+"""
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 
@@ -77,9 +94,10 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def page(
-    rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Sequence[Contradiction], traits: Sequence[Trait]
-) -> str:
-    """docs/PAPERS.md."""
+    rows: Sequence[Row], left_out: Sequence[LeftOut], contradictions: Sequence[Contradiction], traits: Sequence[Trait],
+    runs: Sequence[Mapping[str, str]] = (),
+) -> str:  # fmt: skip
+    """docs/PAPERS.md. `runs`: the rows of `data/runs.tsv`."""
     sections = [_INTRO, _summary(rows), "![ratios](papers.svg)\n"]
     for paper in papers_of(rows):
         sections.append(f"## {paper}\n")
@@ -88,6 +106,8 @@ def page(
         absent = [each for each in left_out if each.figure.paper == paper]
         if absent:
             sections.append("Not predicted: " + "; ".join(dict.fromkeys(map(_absent, absent))) + ".\n")
+    if runs:
+        sections.append(_RUNS + _ran(runs))
     sections.append("## Where the papers contradict themselves\n\nAnd what is taken here.\n")
     for paper, those in groupby(contradictions, key=lambda each: each.paper):
         sections.append(f"**{paper}**\n\n" + "\n".join(f"- *{c.where}*: {c.says}; but {c.but}." for c in those) + "\n")
@@ -95,10 +115,18 @@ def page(
     return "\n".join(sections)
 
 
+def _ran(runs: Sequence[Mapping[str, str]]) -> str:
+    lines = ["| what | model | published | predicted | ran | how |", "|---|---|---|---|---|---|"]
+    for each in runs:
+        cells = (each[name] for name in ("setting", "model", "published", "predicted", "ran", "how"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def _traits(traits: Sequence[Trait]) -> str:
     lines = ["| tables of | system | what | value | | why |", "|---|---|---|---|---|---|"]
     for t in traits:
-        how = "fitted" if t.fitted else "stated"
+        how = t.how + (f" by {' and '.join(t.tables)}" if t.tables else "")
         lines.append(f"| {t.paper} | {t.system} | {t.kind} | {t.value:.3g} | {how} | {t.source} |")
     return "\n".join(lines) + "\n"
 
@@ -106,8 +134,8 @@ def _traits(traits: Sequence[Trait]) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     lines = [
         "| paper | rows | speed, as built | of these, tables that judge | speed, as penstock | memory "
-        "| as penstock beyond 1.5 or 1/1.5 | of these untested | better than physics |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| as penstock beyond 1.5 or 1/1.5 | of these untested | of these, no policy can | better than physics |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for paper in papers_of(rows):
         mine = [row for row in rows if row.figure.paper == paper]
@@ -118,7 +146,8 @@ def _summary(rows: Sequence[Row]) -> str:
             speed_ratio_median(mine, built=False), memory_ratio_median(mine),
         )  # fmt: skip
         cells = " | ".join("–" if median is None else f"{median:.2f}" for median in medians)
-        lines.append(f"| {paper} | {len(once(mine))} | {cells} | {far} | {untested_causes(mine)} | {broken} |")
+        counts = f"{far} | {untested_causes(mine)} | {not_reproducible(mine)} | {broken}"
+        lines.append(f"| {paper} | {len(once(mine))} | {cells} | {counts} |")
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +165,10 @@ def _table(rows: Sequence[Row]) -> str:
             marks += "**~** "
         if row.note:
             same = remarks.setdefault(row.note, [str(len(remarks) + 1)])
-            marks += f"({same[0]})"
+            marks += f"({same[0]}) "
+        if row.undone is not None:
+            ratio = f"{row.undone / f.value:.2f}"
+            marks += f"undone {ratio}" if row.cause_tested else f"undone only {ratio}"
         lines.append(
             f"| {f.system} | {f.model} | {_setting(f)} | {_unit(f)} | {_number(f.value)} | {_number(row.predicted)} "
             f"| {'**' * row.far_off}{row.ratio:.2f}{'**' * row.far_off} | {_number(row.as_built)} "

@@ -105,7 +105,7 @@ class Ours:
     def fired(self, tokens: int, sequences: int = 1) -> Answer:
         """`decode`, with `share`: of the neurons of a ReLU model, how many a step computes, in the mean."""
         shares: list[float] = []
-        with self.session.hearing_neurons(lambda _layer, _h, fired: shares.append(float(fired.max(axis=0).mean()))):
+        with self.session.hearing.neurons(lambda _layer, _h, fired: shares.append(float(fired.max(axis=0).mean()))):
             answer = self.decode(tokens, sequences)
         layers = len(self.packed.spec.layers)
         return {**answer, "share": statistics.mean(shares[-tokens * layers :])}

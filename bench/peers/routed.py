@@ -150,7 +150,7 @@ class RoutedModel:
     def follow_local(self, tokens: int) -> Answer:
         """The same with injected answers."""
         self._local.draw(tokens)
-        return self._along(tokens, self._session.answered_by(self._local.answer, every_pass=False))
+        return self._along(tokens, self._session.hearing.answered_by(self._local.answer, every_pass=False))
 
     def predicted(self, _: int) -> Answer:
         """What is predicted of routers that say what they were heard to say."""
@@ -189,7 +189,7 @@ class RoutedModel:
         self._misses, self._wrong = [], 0
         steps = [passes.decode(self.plan, (0,), (at,), passes.DECODE) for at in positions]
         before = self._read_bytes()
-        with answers, self._session.hearing_answers(self._heard):
+        with answers, self._session.hearing.answers(self._heard):
             start_s = time.perf_counter()
             for i, p in enumerate(steps):
                 (logits,) = self._session.step(p, [ids[i : i + 1]])

@@ -39,8 +39,10 @@ FEW = 64  # ids that are told one by one
 _NOT_ZERO = re.compile(rb"[^\0]")
 _COMPILED = 8  # rules that are kept, so that the answers to one request share one
 
-# None: as the mask before, of the same answer. Within a string most are.
-Mask = str | list[int] | None
+# What may come: a few ids; or the number of a mask that was told before; or a number, and the mask in base64 that has
+# it from now on. A schema has few masks of many ids: within a string, and by how long it may still become.
+Mask = list[int] | int | tuple[int, str]
+NUMBERED = 32  # masks that both sides keep; the one that was asked for longest ago leaves
 
 
 class Matchers:
@@ -58,7 +60,7 @@ class Matchers:
         self._limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._open: dict[int, Any] = {}
-        self._told: dict[int, bytes] = {}  # the bits of an answer's last mask
+        self._numbered: OrderedDict[bytes, int] = OrderedDict()  # the bits of masks that the other side has
         self.facts = {"tokens": len(tokens)}
 
     @classmethod
@@ -99,31 +101,31 @@ class Matchers:
         self.check(kind, text)
         matcher = self._open[number] = self._compiled[kind, text].deep_copy()
         matcher.consume_tokens(tokens)
-        self._told.pop(number, None)
-        return self._mask(number, matcher)
+        return self._mask(matcher)
 
     def step(self, number: int, token: int) -> Mask:
         """The answer has one more token. Returns the mask of the next one. Raises BadRequest."""
         matcher = self._open[number]
         matcher.consume_token(token)
-        return self._mask(number, matcher)
+        return self._mask(matcher)
 
     def drop(self, number: int) -> None:
         """The answer has ended."""
         self._open.pop(number, None)
-        self._told.pop(number, None)
 
-    def _mask(self, number: int, matcher: Any) -> Mask:
-        """What may come: a few ids, or a bit for each id and one for the end, the lowest of a byte first, in base64.
-        Names and marks of JSON leave one id or a few, whose bits of 128k entries would take 21 KB each time."""
+    def _mask(self, matcher: Any) -> Mask:
+        """What may come. Bits: one for each id and one for the end, the lowest of a byte first. Names and marks of JSON
+        leave one id or a few, whose bits of 128k entries would take 21 KB each time."""
         _require_good(matcher)
         bits = matcher.compute_bitmask()
         _require_good(matcher)
-        if bits == self._told.get(number):
-            return None
-        self._told[number] = bits
+        if (number := self._numbered.get(bits)) is not None:
+            self._numbered.move_to_end(bits)
+            return number
         if int.from_bytes(bits, "little").bit_count() > FEW:
-            return base64.b64encode(bits).decode()
+            number = len(self._numbered) if len(self._numbered) < NUMBERED else self._numbered.popitem(last=False)[1]
+            self._numbered[bits] = number
+            return number, base64.b64encode(bits).decode()
         found = ((each.start(), each[0][0]) for each in _NOT_ZERO.finditer(bits))
         return [8 * at + bit for at, byte in found for bit in range(8) if byte >> bit & 1]
 

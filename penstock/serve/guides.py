@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime import host
 from penstock.serve.confined import Confined, Request
-from penstock.serve.guide_child import Mask
+from penstock.serve.guide_child import NUMBERED
 from penstock.serve.schemas import Rule
 from penstock.serve.tokenizer import Tokenizer
 from penstock.units import MIB, format_bytes
@@ -37,8 +37,9 @@ _COMPILE_S, _STEP_S, _OPEN_S = 1.0, 0.5, 10.0
 # The masks of one answer may take so long together, beside what each of them may: most take below a millisecond.
 _ALL_STEPS_S, _EACH_STEP_S = _COMPILE_S + _STEP_S, 0.02
 _ANSWER_BYTES = 1 << 20
-# With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB.
-_CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256
+# With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB. A numbered mask is a byte for each
+# token here and a bit there.
+_CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256 + NUMBERED + NUMBERED // 8
 
 
 def has_guides() -> bool:
@@ -102,6 +103,7 @@ class Guides:
         # One thread, so that requests come in the order in which they were made.
         self._worker = ThreadPoolExecutor(1, "penstock-guides")
         self._known = 0  # ids that the child knows
+        self._numbered: dict[int, Allowed] = {}  # the masks that the child may name by their numbers
         self._limit_bytes = 0  # of its memory
         self._child = 0  # how many children have been opened
         self._number = 0
@@ -148,13 +150,16 @@ class Guides:
                 mask = self._mask(known, tokens)
             except _Broken as broken:
                 raise BadRequest(f"the JSON schema or grammar cannot be followed: {broken}") from None
-        if mask is not None:
-            known.allowed = Allowed(mask, self._vocab, self._tokenizer.eos_ids, self._known)
-        assert known.allowed is not None, "the first mask of an answer in a child is whole"
-        return known.allowed
+        if isinstance(mask, int):
+            return self._numbered[mask]
+        number, told = mask if isinstance(mask[-1], str) else (None, mask)
+        allowed = Allowed(told, self._vocab, self._tokenizer.eos_ids, self._known)
+        if number is not None:
+            self._numbered[number] = allowed
+        return allowed
 
-    def _mask(self, known: _Known, tokens: list[int]) -> Mask:
-        mask: Mask
+    def _mask(self, known: _Known, tokens: list[int]) -> Any:
+        """`guide_child.Mask`, as JSON has it."""
         if known.child == self._child and tokens:
             mask, taken_s = self._try("step", [known.number, tokens[-1]], _STEP_S)
         else:
@@ -200,6 +205,7 @@ class Guides:
             raise BadRequest(
                 f"answers to a JSON schema take {format_bytes(need)} of memory, and {format_bytes(have)} are left"
             )
+        self._numbered.clear()
         self._known = self._confined.open()["tokens"]
         self._child += 1
 
@@ -226,11 +232,10 @@ class _Broken(Exception):
 
 class _Known:
     """What the worker knows of an answer. `child`: the number of the child that knows it; 0 for none. `taken_s`: of
-    processor time, by its masks so far. `allowed`: what the last of them leaves."""
+    processor time, by its masks so far."""
 
     def __init__(self, number: int, rule: Rule) -> None:
         self.number, self.rule, self.child, self.taken_s = number, rule, 0, 0.0
-        self.allowed: Allowed | None = None
 
 
 class Guide:

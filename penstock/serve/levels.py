@@ -66,7 +66,7 @@ def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> l
         at[layer] += len(h)
         kept[layer].append(h[wanted])
 
-    with engine.session.hearing_neurons(heard, by_place=True):
+    with engine.session.hearing.neurons(heard, by_place=True):
         for _ in read(engine, ids, on_progress):
             pass
     return [np.concatenate(rows) for rows in kept]

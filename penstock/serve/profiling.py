@@ -49,10 +49,10 @@ def profile_ids(
         layer = call.operands.layer
         for row in answer:
             counting[layer].token(tuple(row))
-        for row in engine.session.guess(call) or ():
+        for row in engine.session.hearing.guess(call) or ():
             counting[layer + 1].guess(tuple(row))
 
-    with engine.session.hearing_routers(note):
+    with engine.session.hearing.routers(note):
         for _ in read(engine, ids, on_progress):
             pass
     return Profile(name, text_sha256, len(ids), tuple(counted.found() for counted in counting.values()))
@@ -111,7 +111,7 @@ class Fired:
 
 def _neurons(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> tuple[FiringCounts, ...]:
     layers = [Fired(layer.ffn.neurons) for layer in engine.packed.spec.layers if isinstance(layer.ffn, Ffn)]
-    with engine.session.hearing_neurons(lambda layer, _, fired: layers[layer].rows(fired)):
+    with engine.session.hearing.neurons(lambda layer, _, fired: layers[layer].rows(fired)):
         for _ in read(engine, ids, on_progress):
             pass
     return tuple(layer.found(i) for i, layer in enumerate(layers))

@@ -25,5 +25,5 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (recorder.guess if call.operands.guesses else recorder.hear)(call.operands.layer, said)
 
     session = engine.session
-    with session.hearing_answers(hear) if engine.plan.caches else session.hearing_routers(hear):
+    with session.hearing.answers(hear) if engine.plan.caches else session.hearing.routers(hear):
         yield recorder

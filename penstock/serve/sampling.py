@@ -30,6 +30,7 @@ Choice = NDArray[np.bool_] | NDArray[np.int64]
 # top-p alone looks at the best few tokens first. To sort all of 128k entries costs 10 ms a token, to pick out 512 costs
 # 1 ms, and these hold 0.95 of the probability in nearly every step of a trained model.
 _FIRST_LOOK = 512
+_MINUS_INFINITY = np.uint32(0xFF800000)  # the bits of float32's
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "max_tokens": (int,),
@@ -233,7 +234,7 @@ class Sampler:
         logits = self._adjusted(logits)
         few: NDArray[np.int64] | None = None
         if allowed is not None:
-            few, logits = _narrowed(allowed, logits)
+            few, logits = _narrowed(allowed, logits, self.params.greedy)
         if self.params.greedy:
             chosen = int(np.argmax(logits))
         else:
@@ -290,15 +291,24 @@ def _holds(allowed: Choice, token: int) -> bool:
     return bool(allowed[token]) if allowed.dtype == np.bool_ else token in allowed
 
 
-def _narrowed(allowed: Choice, logits: Floats) -> tuple[NDArray[np.int64] | None, Floats]:
-    """(ids, their logits alone), or (None, logits float32 [V], -inf where they are not allowed). Where less than a
-    quarter is allowed the first is less work, for whatever comes then."""
+def _narrowed(allowed: Choice, logits: Floats, greedy: bool) -> tuple[NDArray[np.int64] | None, Floats]:
+    """(ids, their logits alone), or (None, logits float32 [V], -inf where they are not allowed). The first is less work
+    where less than a quarter is allowed and the logits will be sorted (not `greedy`), or ids are given."""
     if allowed.dtype == np.bool_:
-        if 4 * np.count_nonzero(allowed) > len(allowed):
-            return None, np.where(allowed, logits, np.float32(-np.inf))
+        if greedy or 4 * np.count_nonzero(allowed) > len(allowed):
+            return None, _barred(allowed.view(np.bool_)) + logits
         allowed = np.flatnonzero(allowed)
     ids = allowed.astype(np.int64, copy=False)
     return ids, logits[ids]
+
+
+def _barred(allowed: NDArray[np.bool_]) -> Floats:
+    """float32 [V]: 0 where an id is allowed, else -inf. Without a branch for each id: of 128k entries, 70 % of them
+    allowed at random, np.where takes 1.0 ms, and this with the sum 0.04."""
+    bits = allowed.view(np.uint8).astype(np.uint32)
+    bits -= np.uint32(1)  # all ones where it is not allowed
+    bits &= _MINUS_INFINITY
+    return bits.view(np.float32)
 
 
 def check_finite(logits: Floats) -> None:

@@ -11,15 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.errors import BadRequest
 from penstock.graph.passes import MIXED
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
@@ -29,30 +26,16 @@ from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore
-from penstock.serve.log_probabilities import ids_of
+from penstock.serve.open_requests import OpenRequest, OpenRequests, failure
 from penstock.serve.pages import Move
 from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
-from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Tell, Told
+from penstock.serve.told import Cancelled, Ended, Failed, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
 _SAVING_S = 10.0  # in which pages are still kept when the service ends
-
-
-@dataclass
-class _OpenRequest:
-    """A request that has not ended."""
-
-    reply: Reply | Pooled
-    tell: Tell
-    priority: int
-    arrived_s: float
-    last_s: float  # when it was told of the last token, or when it came
-    begun: bool = False  # whether it had rows in a pass
-    tokens: int = 0  # of its answer, that it was told of
-    cancelled: bool = False
 
 
 class Service:
@@ -79,10 +62,11 @@ class Service:
         on_pass: Callable[[Step], None] | None = None,
     ) -> None:
         self.engine, self._threaded, self._on_pass = engine, threaded, on_pass
-        self._keeper = Keeper(engine.session, store)
+        self._open, self._keeper = OpenRequests(engine.tokenizer), Keeper(engine.session, store)
         swaps = swaps and store is not None
-        self._scheduler = Scheduler(engine.plan, prompt_rows, queue, self._known, self._keeper.stored, swaps, mixed)
-        self._open: dict[int, _OpenRequest] = {}
+        self._scheduler = Scheduler(
+            engine.plan, prompt_rows, queue, self._open.known, self._keeper.stored, swaps, mixed
+        )
         self._changed = threading.Condition()  # guards all that follows, and the scheduler
         self._next_id = 0
         self._refuses: str | None = None  # why no more requests are taken
@@ -146,7 +130,7 @@ class Service:
             number = self._next_id
             self._scheduler.submit(number, ids, priority, now_s, owner, scores, most, pools)
             self._next_id += 1
-            self._open[number] = _OpenRequest(reply, tell, priority, now_s, now_s)
+            self._open[number] = OpenRequest(reply, tell, priority, now_s, now_s)
             self._changed.notify_all()
             if self._thread is None and self._threaded:
                 self._thread = threading.Thread(target=self._work, name="penstock-serve", daemon=True)
@@ -306,7 +290,7 @@ class Service:
             self._open.clear()
             self._changed.notify_all()
         for tell in tells:
-            tell(_failed(error))
+            tell(failure(error))
 
     def _unsaved(self) -> bool:
         """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
@@ -343,10 +327,10 @@ class Service:
                 request = self._open[r.request]
                 answer, request.begun = request.reply.answer, True
                 answer.cached_tokens, answer.wait_s = r.start, start_s - request.arrived_s
-            tokens = [np.concatenate([self._ids(r) for r in rows]) for rows in step.rows]
+            tokens = [np.concatenate([self._open.ids(r) for r in rows]) for rows in step.rows]
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
-            ended = {r.request: _failed(error) for rows in step.rows for r in rows}
+            ended = {r.request: failure(error) for rows in step.rows for r in rows}
             with self._changed:
                 self._scheduler.forget()
             self._free_s = time.perf_counter()
@@ -354,16 +338,8 @@ class Service:
             speaking: list[Rows] = []
             found = zip(step.rows, logits_of_batches, session.best, session.hidden, strict=True)
             for rows, logits, best, hidden in found:
-                end = last = 0
-                for r in rows:
-                    first, end, last = end, end + r.logits, last + r.tokens
-                    with _failing_alone(r, ended):
-                        if r.hidden and hidden is not None:
-                            self._pool(r, hidden[last - r.hidden : last], ended)
-                        elif r.logits:
-                            self._hear(r, logits[first:end], best[first:end])
-                            speaking += [r] if r.says else []
-            told = self._say(speaking, ended)
+                speaking += self._open.hear(rows, logits, best, hidden, ended)
+            told = self._open.say(speaking, ended)
             self._note(step)
             if self._on_pass is not None:
                 self._on_pass(step)
@@ -375,68 +351,6 @@ class Service:
             self._changed.notify_all()
         for tell, what in told:
             tell(what)
-
-    def _pool(self, r: Rows, hidden: NDArray[np.float32], ended: dict[int, Told]) -> None:
-        """Takes the last `r.hidden` rows of a request, float32 [n, D], for its embedding, which may be whole then."""
-        request = self._open[r.request]
-        assert isinstance(request.reply, Pooled)
-        request.reply.take(r.start + r.tokens - r.hidden, hidden)
-        if r.says:
-            request.reply.answer.ttft_s = time.perf_counter() - request.arrived_s
-            ended[r.request] = Ended(request.reply.answer)
-
-    def _hear(self, r: Rows, logits: NDArray[np.float32], best: Sequence[tuple[float, int]]) -> None:
-        """Takes the last `r.logits` rows of a request, logits float32 [n, V], for its answer."""
-        reply = self._open[r.request].reply
-        assert isinstance(reply, Reply)
-        if r.reads and reply.answer.prompt_scores is not None:
-            reply.hear(r.start + r.tokens - r.logits, logits)
-        if r.says:
-            reply.choose(logits[-1], best[-1])
-
-    def _say(self, speaking: Sequence[Rows], ended: dict[int, Told]) -> list[tuple[Tell, Told]]:
-        """What requests are to be told of the tokens that they have chosen. Answers that end are put into `ended`.
-
-        Texts are asked for together. With a request to the tokenizer's process, and a wake of the clients' loop, for
-        each of eight answers a pass took 286 ms instead of 222. Meanwhile a disk of 2.7 GB/s fills a ring of 64 MiB in
-        25 ms, and stands still."""
-        requests, tokenizer = [self._open[r.request] for r in speaking], self.engine.tokenizer
-        replies = [request.reply for request in requests if isinstance(request.reply, Reply)]
-        tokenizer.advance([reply.text for reply in replies])
-        newest = [each for reply in replies for each in reply.answer.logprobs[-1:]]
-        tokenizer.prefetch_texts(ids_of(newest))
-        told: list[tuple[Tell, Told]] = []
-        for r, request, reply in zip(speaking, requests, replies, strict=True):
-            answer = reply.answer
-            with _failing_alone(r, ended):
-                piece, tokens = reply.say(), len(answer.token_ids)
-                if tokens > request.tokens:
-                    self._time(request)
-                    scores = None if request.tokens else answer.prompt_scores
-                    told.append((request.tell, AnswerPiece(piece, tuple(answer.logprobs[-1:]), scores)))
-                elif piece:  # the schema ended the answer
-                    told.append((request.tell, AnswerPiece(piece)))
-                request.tokens = tokens
-                if reply.finished:
-                    ended[r.request] = Ended(answer)
-        return told
-
-    def _ids(self, rows: Rows) -> NDArray[np.int32]:
-        """The ids of some rows, int32 [tokens]."""
-        return self._known(rows.request, rows.start, rows.tokens)
-
-    def _known(self, number: int, start: int, count: int) -> NDArray[np.int32]:
-        """The ids of a request's prompt and answer from a position on, int32 [count]."""
-        return self._open[number].reply.rows(start, count)
-
-    def _time(self, request: _OpenRequest) -> None:
-        """Notes when a token of the request came."""
-        answer, now_s = request.reply.answer, time.perf_counter()
-        if len(answer.token_ids) == 1:
-            answer.ttft_s = answer.batch_ttft_s = now_s - request.arrived_s
-        else:
-            answer.inter_token_s.append(now_s - request.last_s)
-        request.last_s = now_s
 
     def _count(self, step: Step, ended: dict[int, Told], cached_tokens: int, taken_s: float) -> None:
         rows = [r for rows in step.rows for r in rows]
@@ -454,18 +368,3 @@ class Service:
             kind = sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads)
             self._times.note(*kind, now_s - self._free_s)
         self._free_s = now_s
-
-
-@contextmanager
-def _failing_alone(rows: Rows, ended: dict[int, Told]) -> Iterator[None]:
-    """What fails in this block ends the answer of these rows, and no other."""
-    try:
-        yield
-    except Exception as error:
-        ended[rows.request] = _failed(error)
-
-
-def _failed(error: Exception) -> Failed:
-    if isinstance(error, PenstockError):
-        return Failed(error)
-    return Failed(InternalError(f"{type(error).__name__}: {error}"))

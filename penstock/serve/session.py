@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +15,33 @@ from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.arenas import Layout
-from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import Route
 from penstock.graph.pages import check_tables
 from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
-from penstock.runtime.bind import Binding, OnFired, OnRoute
+from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.dispatch import Dispatch
 from penstock.runtime.execute import Executor
+from penstock.runtime.first_loads import load_weights
 from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.kv_pages import KvPages
-from penstock.runtime.movers import DiskReader, waited_for
+from penstock.runtime.movers import DiskReader
 from penstock.runtime.open_passes import OpenPassRunner, open_lowering
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
-from penstock.runtime.uploads import keep_asked, lift_weights
+from penstock.serve.hearing import Hearing
 from penstock.serve.kept import Held
-from penstock.serve.numbering import by_number
 from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
-from penstock.store.verify import require_finite
 
 _CLOSED = "this model was closed: load it again"
-_LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
 # Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
 # pass.
 Watch = Callable[[Timeline, Pass | None], None]
@@ -95,7 +90,6 @@ class Session:
         on_progress: Progress | None = None,
     ) -> None:
         _require_match(packed, plan, device)
-        self._orders = packed.orders
         self.plan, self.device, self._how, self._closed = plan, device, how, False
         self.lowering = Lowering(plan)
         self._traffic = Traffic(plan.units, device is not None)
@@ -107,9 +101,6 @@ class Session:
         self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
         # Of the last pass, per batch: hidden states float32 [T, d_embed], None where they were not wanted.
         self.hidden: list[NDArray[np.float32] | None] = []
-        # Bytes and seconds of loading the weights that stay, before the first pass, and how many loads that were. Not
-        # counted is what was loaded while pages were taken still: that waits for the memory, and not for the disk.
-        self.loading, self.loads = NOTHING, 0
         # Seconds until the weights that stay were there, and those in which the system made the arenas' pages ready.
         self.ready_s = self.pages_s = 0.0
         self.held = Held()  # what its sequences hold
@@ -120,7 +111,7 @@ class Session:
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # where loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
-            self._open_lanes(opened)
+            self._open_lanes(packed, opened)
             self._load_weights(packed, on_progress)
             self._opened = opened.pop_all()
 
@@ -139,16 +130,14 @@ class Session:
             opened.callback(self.kv_file.close)
         self.kv_pages = KvPages(self.lowering.layout.kv, self._arenas, self.kv_file)
 
-    def _open_lanes(self, opened: ExitStack) -> None:
+    def _open_lanes(self, packed: Packed, opened: ExitStack) -> None:
         """Binds the plan to the kernels of the host and of the device, and makes the executor."""
         plan, how, device = self.plan, self._how, self.device
         self._binding, self.kernels = _bind(plan, self._arenas, self.reader, self.kv_file, how)
         if device is not None:
             beside = replace(how, poisoned=True)
             device.attach(plan, self._arenas, lambda: _bind(plan, self._arenas, None, None, beside)[0])
-        self._answer: Answer = self._binding.answer
-        self._given: Answer | None = None  # in place of what routers say
-        self._heard: list[OnRoute] = []  # who hears the answers that caches ask for
+        self.hearing = Hearing(plan, self._binding, packed.orders)
         self._work = Dispatch(self._binding, device)
         # numpy has little left to do, and the threads of its BLAS spin while they wait. Beside one other busy process
         # a product of 8 rows took 40 times as long with two of these threads as with one (docs/LOG.md).
@@ -213,7 +202,7 @@ class Session:
         if runner is None or open_pass is None or not runner.can(open_pass):
             run = self._executor.run_serial if self._how.serial else self._executor.run
             return run(self._counted(p))
-        timeline = self._executor.run_open(runner, open_pass, p, self._given, self._heard)
+        timeline = self._executor.run_open(runner, open_pass, p, self.hearing.given, self.hearing.heard)
         self._traffic.streamed_bytes += runner.loaded_bytes
         return timeline
 
@@ -286,82 +275,6 @@ class Session:
         weights = self._arenas.whole("host.weights")
         return from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
-    @contextmanager
-    def hearing_routers(self, heard: OnRoute) -> Iterator[None]:
-        """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it.
-        Raises BadRequest where a router is on a device, which tells nobody."""
-        parts = self.plan.parts
-        if any(parts[unit.part].kind == "router" and unit.home != HOST for unit in self.plan.units):
-            raise BadRequest("this plan has routers on a device, where they are not heard: give --device none")
-        self._binding.on_route = heard
-        try:
-            yield
-        finally:
-            self._binding.on_route = None
-
-    @contextmanager
-    def hearing_neurons(self, heard: OnFired, by_place: bool = False) -> Iterator[None]:
-        """In this block `heard` is called with each layer, its FFN's input, float32 [T, D], and, uint8 [T, neurons],
-        which of its neurons fired in each row, by the checkpoint's numbers, or `by_place` as they lie. Both arrays hold
-        for that call. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
-        numpy, which tell nobody."""
-        parts = self.plan.parts
-        here = all(unit.prefill == unit.decode == HOST for unit in self.plan.units if parts[unit.part].kind == "ffn")
-        if not here:
-            raise BadRequest("this plan has FFNs on a device, where nobody hears who fires: give --device none")
-        if not isinstance(self._binding, NativeBinding) or self.plan.batches_per_pass > 1:
-            raise BadRequest("who fires is heard of native kernels alone, and of one batch a pass")
-        self._binding.on_fired = heard if by_place else by_number(heard, self._orders)
-        try:
-            yield
-        finally:
-            self._binding.on_fired = None
-
-    def guess(self, call: Call) -> list[list[int]] | None:
-        """What the router of the next layer would guess, from what this router's call has just read: the experts of
-        each row, the likeliest first. None where the next layer has none. For listeners of `hearing_routers`."""
-        return self._binding.guess(call)
-
-    @contextmanager
-    def hearing_answers(self, heard: OnRoute) -> Iterator[None]:
-        """In this block `heard` is called with the answers that the plan's caches ask for, and no others. Nothing is
-        slower."""
-        answer_before = self._answer
-
-        def answer(call: Call) -> Sequence[Sequence[int]]:
-            experts = [list(row) for row in answer_before(call)]
-            heard(call, experts)
-            return experts
-
-        self._answer = answer
-        self._heard.append(heard)
-        try:
-            yield
-        finally:
-            self._answer = answer_before
-            self._heard.remove(heard)
-
-    @contextmanager
-    def answered_by(self, given: Answer, every_pass: bool = True) -> Iterator[None]:
-        """In this block the experts of each row are those of `given(call)`, and not the router's. Guesses are those of
-        `given` too. `given` may be called twice with one call. Without `every_pass` only the answers that the plan's
-        caches ask for are replaced, and nothing is slower: for plans without a device, which might copy the router's
-        own answer before it is replaced. For tests and benches."""
-
-        def answer(call: Call) -> Sequence[Sequence[int]]:
-            experts = given(call)
-            if not (isinstance(call.operands, Route) and call.operands.guesses):
-                self._binding.set_routes(call, experts)
-            return experts
-
-        instead = self.hearing_routers(lambda call, _: self._binding.set_routes(call, given(call)))
-        self._answer, self._given = answer, given
-        with instead if every_pass else nullcontext():
-            try:
-                yield
-            finally:
-                self._answer, self._given = self._binding.answer, None
-
     def drain(self) -> None:
         """Waits for the loads under way, so that counters stand still."""
         with self._stepping:
@@ -406,54 +319,13 @@ class Session:
     def _asked(self, call: Call) -> Sequence[Sequence[int]]:
         """The answer of a router's call, whose task is done first."""
         self._executor.catch_up()
-        return self._answer(call)
+        return self.hearing.answer(call)
 
     def _load_weights(self, packed: Packed, on_progress: Progress | None) -> None:
-        """Loads every unit that stays in memory to its place."""
-        layout, units = self.lowering.layout, self.plan.units
-        copied = [slot for slots in layout.copied_norms.values() for slot in slots]
-        asked = [units[u] for u in layout.asked]
-        placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
-        total = sum(slot.nbytes for slot in placed) + sum(map(self.plan.unit_bytes, asked))
-        done, done_ahead, start_s = 0, 0, time.perf_counter()
-        told_s = start_s
-        loads = (
-            self.reader.start(units[i].part, units[i].lo, units[i].hi, self._arenas.address(slot))
-            for i, slot in layout.weights.items()
-            if units[i].home == HOST
-        )
-        predictors = (
-            self.reader.start(f"{layer}.predictor", 0, 1, self._arenas.address(slot))
-            for layer, slot in layout.predictors.items()
-            if slot.arena.startswith("host.")
-        )
-        copies = (
-            self.reader.start(part, 0, 1, self._arenas.address(slot))
-            for part, slots in layout.copied_norms.items()
-            for slot in slots
-            if slot.arena.startswith("host.")
-        )
-
-        def look(key: str, here: NDArray[np.uint8]) -> None:
-            """NaN in a predictor would leave neurons out, and nothing would show it."""
-            if key in predicting:
-                require_finite(packed.locate(key, 0, 0)[0], predicting[key], 0, here.reshape(1, -1))
-
-        predicting = {part.key: part for part in map(layout.predictor_part, self.plan.predictors)}
-        uploads = lift_weights(self.plan, layout, self.reader, self._arenas, self.device, look) if self.device else ()
-        kept = keep_asked(self.plan, layout, self.reader, self._arenas)
-        for nbytes in chain(waited_for(chain(loads, predictors, copies), _LOADS_AHEAD), kept, uploads):
-            done, self.loads = done + nbytes, self.loads + 1
-            if self._arenas.taking_s is None:
-                done_ahead, self.loads, start_s = done, 0, time.perf_counter()
-            if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
-                told_s = time.perf_counter()
-                on_progress("loading weights", done, total)
-        self.loaded_bytes = self.reader.bytes_read
-        self.loading = Read(self.loaded_bytes - done_ahead, time.perf_counter() - start_s)
-        for layer, slot in layout.predictors.items():
-            if slot.arena.startswith("host."):
-                look(f"{layer}.predictor", self._arenas.view(slot))
+        layout, arenas, device = self.lowering.layout, self._arenas, self.device
+        loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress)
+        # Bytes and seconds of those loads that did not wait for memory, and how many these were.
+        self.loaded_bytes, self.loading, self.loads = loaded
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
 

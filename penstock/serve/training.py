@@ -148,7 +148,7 @@ def _hear(engine: Engine, layers: Sequence[int], ids: Sequence[int], on_progress
         kept[layer].fired[rows] = np.packbits(fired, axis=1)
         at[layer] = rows.stop
 
-    with engine.session.hearing_neurons(heard, by_place=True):
+    with engine.session.hearing.neurons(heard, by_place=True):
         for _ in read(engine, ids, on_progress):
             pass
     for layer in layers:

@@ -30,7 +30,7 @@ def heard(engine: Engine) -> Iterator[dict[int, list[list[int]]]]:
         assert isinstance(call.operands, Route)
         said.setdefault(call.operands.layer, []).extend(answer)
 
-    with engine.session.hearing_routers(note):
+    with engine.session.hearing.routers(note):
         yield said
 
 

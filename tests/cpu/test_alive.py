@@ -1,9 +1,10 @@
-"""Streams that are silent for long: what clients of each dialect hear while a prompt is read."""
+"""Streams: what clients of each dialect hear while a prompt is read for long, and Ollama's of calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from penstock.serve.api.dialects.ollama import OllamaForm
 from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.generation import Generation
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.told import Ended, Tell
+from penstock.serve.told import AnswerPiece, Ended, Tell
 from penstock.serve.tools.reading import Reading
+from penstock.serve.tools.writing import WRITINGS, Writing
 
 SILENT = 3  # times that nothing came for ALIVE_S
 
@@ -67,3 +69,34 @@ def test_a_comment_comes_every_10_seconds(kind: str) -> None:
 def test_ollamas_lines_have_no_comments() -> None:
     found = heard(OllamaForm("tiny", True, Reading(), True, 3).events)
     assert found and all(line.startswith(b"{") for line in found)
+
+
+class Pieces:
+    """An answer that came in pieces of 7 characters."""
+
+    def __init__(self, text: str) -> None:
+        self.whole = [Generation(3, 1, 64, text=text, token_ids=[5], finish_reason="stop")]
+
+    async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece | Generation | None]]:
+        for at in range(0, len(self.whole[0].text), 7):
+            yield 0, AnswerPiece(self.whole[0].text[at : at + 7])
+        yield 0, self.whole[0]
+
+
+@pytest.mark.parametrize("writing", WRITINGS, ids=lambda writing: writing.open or writing.before)
+def test_calls_in_ollamas_stream(writing: Writing) -> None:
+    """Text as it comes, then each call whole, with arguments that are an object."""
+    arguments = json.dumps({"word": "ha}{", "n": [1, 2]})
+    said = "I look. " if writing.head and not writing.channels else ""
+    called = f"{writing.before}look_up{writing.middle}{arguments}{writing.after}"
+
+    async def run() -> list[Any]:
+        answers: Any = Pieces(f"{said}{writing.head}{writing.open}{called}{writing.close}")
+        form = OllamaForm("tiny", True, Reading(writing), True, 3)
+        return [json.loads(line) async for line in form.events(answers)]
+
+    lines = asyncio.run(run())
+    assert "".join(line["message"]["content"] for line in lines) == said.strip()
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
+    assert calls == [{"function": {"name": "look_up", "arguments": json.loads(arguments)}}]

@@ -118,7 +118,7 @@ def run(packed: Packed, plan: Plan, said: Said, jitter_s: float = 0.0, **how: bo
     device = EmulatedDevice(1 << 30, 1e12, jitter_s) if uses_device(plan) else None
     session, found = Session(packed, plan, Running(**how), device=device), []
     seqs = tuple(range(plan.batch_seqs))
-    with session.answered_by(said):
+    with session.hearing.answered_by(said):
         for length in (2, 21):
             for p in passes.prompts(plan, seqs, (length,) * len(seqs), passes.DECODE):
                 ids = [np.arange(b.total_rows, dtype=np.int32) % 250 for b in p.batches]
@@ -177,15 +177,15 @@ def test_guesses_are_what_the_next_router_says_to_this_layers_input(neighbours: 
 
     p = passes.decode(plan, (0,), (0,), None)
     session, other = Session(packed, plan), Session(packed, resident_plan(packed.spec, packed.weights, context=64))
-    with session.hearing_answers(hear):
+    with session.hearing.answers(hear):
         logits = session.step(p, [np.array([7], np.int32)])[0].copy()
     guessed, said = dict[int, list[list[int]]](), dict[int, list[list[int]]]()
 
     def listen(call: Call, experts: list[list[int]]) -> None:
         said[layer_of(call)] = experts
-        guessed[layer_of(call) + 1] = other.guess(call) or []
+        guessed[layer_of(call) + 1] = other.hearing.guess(call) or []
 
-    with other.hearing_routers(listen):
+    with other.hearing.routers(listen):
         assert np.array_equal(other.step(p, [np.array([7], np.int32)])[0], logits)
     assert {layer: experts for (layer, guess), experts in heard.items() if not guess} == said
     assert {layer: rows for (layer, guess), rows in heard.items() if guess} == {
@@ -212,6 +212,7 @@ def test_a_cache_of_any_size_on_a_device_gives_the_resident_bits(
     assert np.array_equal(run(packed, plan, said, serial=True), expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("lifted_rows", [1, 2, 9])
 @pytest.mark.parametrize("seqs", [1, 3])
 @pytest.mark.parametrize("said", [worst, one, each_once])
@@ -266,10 +267,10 @@ def test_what_was_said_is_heard(packed: Packed, tmp_path: Path) -> None:
     session, heard = Session(packed, plan), list[tuple[int, list[list[int]]]]()
     (p,) = passes.prompts(plan, (0,), (5,), None)
     own = session.step(p, [np.arange(5, dtype=np.int32)])[0].copy()
-    with session.hearing_routers(lambda call, said: heard.append((layer_of(call), said))):
+    with session.hearing.routers(lambda call, said: heard.append((layer_of(call), said))):
         session.step(p, [np.arange(5, dtype=np.int32)])
     assert [layer for layer, _ in heard] == [0, 2] and all(len(said) == 5 for _, said in heard)
-    with session.answered_by(one):
+    with session.hearing.answered_by(one):
         other = session.step(p, [np.arange(5, dtype=np.int32)])[0].copy()
     assert not np.array_equal(own, other)
     assert np.array_equal(session.step(p, [np.arange(5, dtype=np.int32)])[0], own)
@@ -297,13 +298,13 @@ def test_tasks_come_again_from_a_runs_answers(neighbours: Packed, slots: int, gu
     session, ran = Session(packed, plan), list[Task]()
     session._open_runner = None  # so that all passes are tasks
     session._counted = lambda p: (ran.append(task) or task for task in Session._counted(session, p))  # type: ignore[method-assign]
-    with session.hearing_answers(hear):
+    with session.hearing.answers(hear):
         logits = stepped(session)
     session.close()
     trace = replayed(loads(dumps(recorder.answers()), "answers"), "answers")
     lowering, replay = Lowering(plan), Replay(plan, trace)
     assert [task for p in wanted for task in lowering.step(p, replay.answer)] == ran
     again, replay = Session(packed, plan, Running(serial=True, poisoned=True)), Replay(plan, trace)
-    with again.answered_by(replay.answer, every_pass=False):
+    with again.hearing.answered_by(replay.answer, every_pass=False):
         assert all(np.array_equal(a, b) for a, b in zip(logits, stepped(again), strict=True))
     again.close()

@@ -256,6 +256,7 @@ def test_runs_are_read_by_direct_reads(tmp_path: Path) -> None:
 # -- whole models --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
 @pytest.mark.parametrize("weights", ["float32-neurons", "int4-neurons", "bfloat16-neurons"])
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
@@ -273,6 +274,7 @@ def test_what_fires_is_read_and_no_bit_differs(tmp_path: Path, name: str, weight
             assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
 @pytest.mark.parametrize("weights", ["float32-records", "int4-records", "bfloat16-records"])
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
@@ -298,6 +300,7 @@ def test_what_is_foretold_is_read_and_no_bit_differs(
                     assert [a.token_ids for a in engine.generate(prompts, GREEDY)] == want
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("slots", [1, 7, 50, 1000])
 @pytest.mark.parametrize(("weights", "cuts"), [("float32", ()), ("int4", (1,)), ("bfloat16", (1, 2))])
 def test_slots_for_records_change_no_bit_and_save_reads(

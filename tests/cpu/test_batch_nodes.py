@@ -51,11 +51,12 @@ def test_blocks_have_every_line_once_in_order() -> None:
 def test_what_blocks_did_adds_up() -> None:
     counts = {
         "lines": 3, "failed": 1, "answers": 2, "tokens": {"prompt": 5, "cached": 1, "output": 7},
-        "bytes_moved": {"disk0": 10}, "clock": {"seconds": 0.5, "tokens": 4}, "peaks": {"host": 9, "device": 0},
+        "bytes_moved": {"disk0": 10}, "clock": {"seconds": 0.5, "tokens": 4},
+        "peaks": {"host_bytes": 9, "device_bytes": 0},
     }  # fmt: skip
     told = Told()
     told.add(counts)
-    told.add({**counts, "peaks": {"host": 7, "device": 3}})
+    told.add({**counts, "peaks": {"host_bytes": 7, "device_bytes": 3}})
     assert (told.lines, told.failed, told.answers, told.tokens.output) == (6, 2, 4, 14)
     assert (told.bytes_moved, told.decode_tokens_per_s) == ({"disk0": 20}, 8.0)
     assert (told.peak_host_bytes, told.peak_device_bytes) == (9, 3)

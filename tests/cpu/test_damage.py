@@ -154,6 +154,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "open_direct", lambda path: (os.open(path, os.O_RDONLY | os.O_CLOEXEC), False))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.filterwarnings("ignore:.*refuses direct reads")
 @pytest.mark.parametrize("buffered", [False, True], ids=["direct", "buffered"])
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])

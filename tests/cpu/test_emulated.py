@@ -132,7 +132,7 @@ def test_the_planner_puts_caches_in_ram_beneath_the_devices(tmp_path: Path) -> N
         """The logits, and the bytes that were read."""
         session = Session(packed, plan, Running(**how), device=EmulatedDevice(ROOMY, FAST))
         before = session.bytes_moved()["disk0"]
-        with session.answered_by(said):
+        with session.hearing.answered_by(said):
             logits = [session.step(p, [np.array([3], np.int32)])[0].copy() for p in wanted]
         session.drain()
         read = session.bytes_moved()["disk0"] - before

@@ -122,6 +122,7 @@ def loaded(folder: Path, reads: str = "threads", **how: Any) -> Engine:
     return Engine.load(folder, Ask(), Loading(machine=MACHINE, plan=plan, **how))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("at", [1, 40, 200])

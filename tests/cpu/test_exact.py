@@ -67,6 +67,7 @@ def test_logits_are_those_of_transformers(subject: Subject, kernels: str) -> Non
             assert np.abs(found - expected).max() <= TOLERANCE, f"prompt of {length} tokens"
 
 
+@pytest.mark.thinned(3)
 def test_greedy_answers_are_those_of_transformers(subject: Subject) -> None:
     ask = Ask(prompt_tokens=LONGEST_PROMPT, output_tokens=NEW_TOKENS, context=CONTEXT)
     with closing(Engine.load(subject.packed, ask, Loading(machine=MACHINE))) as engine:

@@ -33,6 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.thinned(3)
 @ALL
 @CASES
 def test_fixed_experts(kernels: Kernels, case: tuple[Any, ...]) -> None:

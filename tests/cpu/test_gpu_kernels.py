@@ -63,7 +63,7 @@ def test_every_op_by_torch(spec: ModelSpec, batch: Batch, weights: str, kv: str,
 
 
 @pytest.mark.fuzz
-@some(6)
+@some(12)
 @given(layers(), batches(3), st.sampled_from(FORMATS), st.sampled_from(KV_FORMATS), SEEDS)
 def test_every_op_of_few_rows(spec: ModelSpec, batch: Batch, weights: str, kv: str, seed: int) -> None:
     run(FEW, spec, batch, weights, kv, seed)
@@ -88,7 +88,7 @@ def test_the_precision_of_products_is_set_and_set_back() -> None:
 
 
 @pytest.mark.fuzz
-@some(8)
+@some(12)
 @given(layers(), batches(3), st.sampled_from(NEURON_FORMATS), st.sampled_from([FEW, MANY, TORCH]), SEEDS)
 def test_ffns_neuron_by_neuron(spec: ModelSpec, batch: Batch, weights: str, kernels: Kernels, seed: int) -> None:
     Case(with_relu(spec), parse_format(weights), parse_format("float32"), batch, kernels, CPU, seed).ffn()
@@ -129,6 +129,7 @@ def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
     assert np.isfinite(found[0]).all() and found[0].any()
 
 
+@pytest.mark.thinned(3)
 @ALL
 @pytest.mark.parametrize("weights", ["float16-records", "int4-records", "int4-neurons", "int4"])
 def test_masks_of_neurons(kernels: Kernels, weights: str) -> None:
@@ -198,6 +199,7 @@ def packed(fmt: Format, n: int, rows: int, cols: int) -> tuple[np.ndarray, Block
     return found, block
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 9, 17, 33])
 def test_products(name: str, rows: int) -> None:

@@ -23,7 +23,7 @@ from bench.masks import SCHEMA, vocabulary
 from penstock.errors import BadRequest
 from penstock.serve import guide_child
 from penstock.serve.engine import Engine
-from penstock.serve.guide_child import Matchers
+from penstock.serve.guide_child import Mask, Matchers
 from penstock.serve.guides import Allowed, Guides, guide_bytes
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.schemas import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
@@ -167,25 +167,35 @@ def small(draw: Any, depth: int) -> Any:
     return draw(schemas(depth))
 
 
-def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever of the vocabulary is looked at once, the masks are the same."""
+@pytest.mark.parametrize("numbered", [2, guide_child.NUMBERED])
+def test_slices_change_no_mask(numbered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the vocabulary is looked at once, and whichever masks are told by their numbers."""
     tokens = [word.replace("Ġ", " ").replace("Ċ", "\n") for word in vocabulary(3000)]
+    monkeypatch.setattr(guide_child, "NUMBERED", numbered)
     sliced = Matchers(tokens)
     monkeypatch.setattr(guide_child, "_SLICES", [])
     plain = Matchers(tokens)
     rng, schema = np.random.default_rng(5), json.dumps(SCHEMA)
-    told = 0
+    known: dict[int, str] = {}
+    count = 0
+
+    def whole(mask: Mask) -> str | list[int]:
+        nonlocal count
+        if isinstance(mask, tuple):
+            known[mask[0]], count = mask[1], count + 1
+            return mask[1]
+        return known[mask] if isinstance(mask, int) else mask
+
     for answer in range(3):
-        mask = sliced.begin(answer, "schema", schema, [])
-        assert mask is not None and mask == plain.begin(answer, "schema", schema, [])
+        mask = whole(sliced.begin(answer, "schema", schema, []))
+        plain.begin(answer, "schema", schema, [])
         for _ in range(150):
+            plain._numbered.clear()  # so it names none by a number
             choice = Allowed(mask, len(tokens), frozenset(), len(tokens))
             token = int(rng.choice(np.flatnonzero(choice.tokens)))
-            next_ = sliced.step(answer, token)
-            assert next_ == plain.step(answer, token)
-            told += next_ is not None
-            mask = mask if next_ is None else next_
-    assert told < 400  # within strings a mask is as the one before
+            mask, other = whole(sliced.step(answer, token)), plain.step(answer, token)
+            assert mask == (other[1] if isinstance(other, tuple) else other)
+    assert len(known) <= numbered and count < 200  # most masks of many ids are among the last ones
 
 
 @st.composite

@@ -66,6 +66,7 @@ def test_project(
         assert (error <= 2e-6 * magnitude + rounding + 1e-30).all()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", BLOCKS)
 @given(

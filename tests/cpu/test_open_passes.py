@@ -109,8 +109,8 @@ class Ran:
             assert isinstance(call.operands, ops.Route) and call.batch is not None
             self.heard.append((call.operands.layer, call.operands.guesses, [call.batch.start, *rows]))
 
-        answers = session.answered_by(said, every_pass=False) if said else session.hearing_answers(hear)
-        with answers, session.hearing_answers(hear):
+        answers = session.hearing.answered_by(said, every_pass=False) if said else session.hearing.answers(hear)
+        with answers, session.hearing.answers(hear):
             for p in wanted:
                 ids = [np.arange(b.total_rows, dtype=np.int32) % 250 + b.start[0] for b in p.batches]
                 self.logits += [logits.copy() for logits in session.step(p, ids)]
@@ -142,6 +142,7 @@ def drawn(call: Call) -> list[list[int]]:
     return [sorted(rng.sample(range(EXPERTS), ACTIVE)) for rng in rngs]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("guesses", [0, 2])
 @pytest.mark.parametrize("seqs", [1, 2])
 @pytest.mark.parametrize("said", [None, worst, one, wrong(worst), drawn])
@@ -246,7 +247,7 @@ def test_a_failed_read_is_told_and_the_next_pass_is_right(packed: Packed, fault:
     plan, told = caching(packed, ACTIVE, "lru", 1), list[str]()
     for open_passes in (True, False):
         session, step = stepper(packed, plan, open_passes)
-        with session.answered_by(worst, every_pass=False):
+        with session.hearing.answered_by(worst, every_pass=False):
             expected = [step(at) for at in range(4)]
             (reader,) = (session.reader._askers if open_passes else session.reader._readers).values()
             reader.inject(at=2, **fault)
@@ -267,7 +268,7 @@ def test_any_read_of_a_pass_may_fail_while_others_are_under_way(neighbours: Pack
         p = passes.decode(plan, (0, 1), (at, at), passes.DECODE)
         return session.step(p, [np.array([at, at + 1], np.int32)])[0].copy()
 
-    with session.answered_by(drawn, every_pass=False):
+    with session.hearing.answered_by(drawn, every_pass=False):
         expected = [step(at) for at in range(3)]
         (reader,) = session.reader._askers.values()
         for number in range(1, 9):
@@ -290,7 +291,7 @@ def test_an_interrupted_pass_leaves_nothing_behind(packed: Packed) -> None:
     session, step = stepper(packed, caching(packed, ACTIVE, "lru", 1), True)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with session.answered_by(worst, every_pass=False):
+        with session.hearing.answered_by(worst, every_pass=False):
             expected = [step(at) for at in range(4)]
             for after_s in (0.001, 0.002, 0.005):
                 with pytest.raises(KeyboardInterrupt):
@@ -315,7 +316,7 @@ def test_damage_is_found_by_the_first_read(neighbours: Packed, tmp_path: Path) -
     plan, told = caching(damaged, ACTIVE, "lru", 1), list[str]()
     for open_passes in (True, False):
         session, step = stepper(damaged, plan, open_passes)
-        with session.answered_by(worst, every_pass=False), pytest.raises(DamagedModel) as raised:
+        with session.hearing.answered_by(worst, every_pass=False), pytest.raises(DamagedModel) as raised:
             for at in range(9):
                 step(at)
         told.append(str(raised.value))
@@ -326,7 +327,7 @@ def test_damage_is_found_by_the_first_read(neighbours: Packed, tmp_path: Path) -
 def test_demands_refuse_what_does_not_fit(packed: Packed) -> None:
     plan = caching(packed, ACTIVE, "lru", 1)
     session, step = stepper(packed, plan, True)
-    with session.answered_by(worst, every_pass=False):
+    with session.hearing.answered_by(worst, every_pass=False):
         step(0)
         step(1)
     runner = session._open_runner
@@ -371,7 +372,7 @@ def test_times_are_told_of_what_was_done(packed: Packed) -> None:
         session, step = stepper(packed, plan, open_passes)
         timelines: list[Timeline] = []
         session.watchers.append(lambda timeline, _, kept=timelines: kept.append(timeline))
-        with session.answered_by(worst, every_pass=False):
+        with session.hearing.answered_by(worst, every_pass=False):
             for at in range(6):
                 step(at)
         session.close()

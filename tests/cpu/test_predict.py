@@ -333,7 +333,7 @@ def test_training_is_the_same_each_time_and_runs(tmp_path: Path) -> None:
         assert engine.generate([[3, 1, 4]], GREEDY)[0].token_ids
         # What runs is what was measured.
         told, heard = found[0].predictors.layers[0], []
-        with engine.session.hearing_neurons(lambda layer, _, fired: heard.append(fired.mean()) if not layer else None):
+        with engine.session.hearing.neurons(lambda layer, _, fired: heard.append(fired.mean()) if not layer else None):
             engine.generate([ids[:40]], GREEDY)
         assert np.mean(heard) <= told.active[0] + 0.2
     with load(folder, context=64, prompt_tokens=64) as engine, pytest.raises(BadRequest, match="training takes"):

@@ -94,7 +94,7 @@ def test_every_call_validates(engine: Engine, service: Service) -> None:
     calls, asked = Counter[str](), 0
     prompt = engine.tokenizer.encode("Once upon a time")
 
-    @settings(max_examples=max(25, settings().max_examples // 8), deadline=None)
+    @settings(max_examples=max(8, settings().max_examples // 12), deadline=None)
     @given(
         schemas=st.lists(parameters, min_size=AT_ONCE, max_size=AT_ONCE), seed=st.integers(0, 1 << 30),
         first=st.integers(0, len(WRITINGS) - 1), parallel=st.booleans(),

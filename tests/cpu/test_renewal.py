@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
-from penstock.runtime import movers
+from penstock.runtime import first_loads, movers
 from penstock.runtime.probe import machine_file
 from penstock.runtime.reread import Read
-from penstock.serve import session as sessions
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.renewal import Renewed, Shift, tells
@@ -50,7 +49,7 @@ def slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         time.sleep(0.6)
         yield from whole(*args)
 
-    monkeypatch.setattr(sessions, "waited_for", slowly)
+    monkeypatch.setattr(first_loads, "waited_for", slowly)
     return sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "host") / 0.6
 
 

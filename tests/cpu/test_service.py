@@ -149,7 +149,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(folder: Path, monkeypatch: pyte
     plan = plans(folder)["resident"]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with load(folder, plan=plan) as engine, serving(engine) as service:
-        for place in ("_say", "_move_pages", "_unsaved"):
+        for place in ("_note", "_move_pages", "_unsaved"):
             with monkeypatch.context() as patched:
                 patched.setattr(service, place, _broken)
                 heard = [Heard(), Heard()]

@@ -169,7 +169,7 @@ def test_tokens_go_to_all_experts_alike_or_by_rank(tmp_path: Path, router_skew: 
         if getattr(call.operands, "layer", None) == 15:
             counts.update(expert for token in said for expert in token)
 
-    with session.hearing_routers(hear):
+    with session.hearing.routers(hear):
         for p in passes.prompts(session.plan, (0,), (120,), None):
             start, rows = p.batches[0].start[0], p.batches[0].rows[0]
             session.step(p, [np.random.default_rng(start).integers(0, 300, rows, np.int32)])

@@ -41,7 +41,7 @@ def test_a_level_leaves_its_share_out(tmp_path: Path, weights: str) -> None:
         others = (plan, replace(plan, levels=tuple(2 * level for level in plan.levels)), replace(plan, sparsity="off"))
         assert len({store_key(each, sums, False) for each in others}) == 3
         answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
-        with engine.session.hearing_neurons(lambda _layer, _h, live: fired.append(float(live.mean()))):
+        with engine.session.hearing.neurons(lambda _layer, _h, live: fired.append(float(live.mean()))):
             engine.generate([ids[:40]], GREEDY)
     assert abs(fired[0] - 0.3) < 0.12
     streams = streaming(open_packed(folder), batch_seqs=2, context=64)

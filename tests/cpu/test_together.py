@@ -49,6 +49,7 @@ class Passes(list[Pass]):
         return sum(batch.total_rows for p in self for batch in p.batches)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 @pytest.mark.parametrize("count", [SEQS, 7])

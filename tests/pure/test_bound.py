@@ -43,6 +43,7 @@ def test_no_prediction_is_better_than_its_bound(data: st.DataObject) -> None:
     assert least_score_s(plan, ask, Cost(machine)) <= found * 1.04
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("device_mib", [400, 700])
 @pytest.mark.parametrize("host_mib", [500, 3000])
 @pytest.mark.parametrize("link", [1, 10])

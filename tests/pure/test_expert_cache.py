@@ -138,6 +138,7 @@ def lowered(plan: Plan, answer: Said, steps: int = 6) -> list[Task]:
     return tasks
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("seqs", "guesses"), [(1, 0), (4, 0), (1, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 9])

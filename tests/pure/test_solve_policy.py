@@ -79,6 +79,7 @@ def test_layers_of_kv() -> None:
                         assert [spread_layers(layers, found).count(tier) for tier in range(3)] == counts
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.fuzz
 @pytest.mark.parametrize("part", range(10))
 def test_nothing_drawn_at_random_is_faster(part: int) -> None:

@@ -1,0 +1,196 @@
+"""`python -m bench.papers.runs`: PowerInfer's mechanisms as they run here, beside what its paper prints of them.
+
+    operators  the time of a product of 4096 × 4096 weights in rows of neurons over the dense kernel's, at 90, 50 and
+               10 % zeros (Figure 16), by `bench.sparsity --only ops`
+    ablation   Figure 15: llama.cpp's split, then predictors and operators, the hybrid engine, the policy. Each is a
+               plan of eight of the model's layers, which the executor runs on the paper's machine with a wait for
+               every task (`runtime/device/timed`): the schedule runs, and the kernels' times are the machine file's
+    loads      Figures 4 and 12: of the neurons of tale-opt and tale-relu that fire for a text that they have not seen,
+               the share that a device would compute which has room for some, the hottest by another kind of text. The
+               models compute the text here, and their neurons are counted
+
+It writes `data/runs.tsv`, which the page shows. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.papers import powerinfer
+from bench.papers.compare import machine_of
+from bench.papers.published import DATA, FIGURES, Published, cells_of
+from bench.throughput_timed import DISTURBANCE, SEED, waits
+from penstock.graph import passes
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import Pass
+from penstock.planner.cost import Cost
+from penstock.planner.simulate import Simulator
+from penstock.runtime.device.timed import Timed
+from penstock.runtime.execute import Executor
+from penstock.runtime.this_machine import cpu_name
+from penstock.spec.plan import Plan
+
+LAYERS, WARM, TIMED, PROMPT, OUTPUT = 8, 1, 2, 64, 128
+ROOM = (0.1, 0.26, 0.43)  # shares of the neurons; Figure 4's of OPT-30B and LLaMA(ReGLU)-70B make 80 %
+PARTS = ("operators", "ablation", "loads")
+_COLUMNS = ("part", "setting", "model", "published", "predicted", "ran", "how")
+
+
+class Ran(NamedTuple):
+    """A row of the page. `published`, `predicted`: as text, empty where there is none."""
+
+    part: str
+    setting: str
+    model: str
+    published: str
+    predicted: str
+    ran: str
+    how: str
+
+
+def kept() -> list[Ran]:
+    """What the last run has written."""
+    return [Ran(**cells) for cells in cells_of("runs")]
+
+
+# -- operators ----------------------------------------------------------------------------------------------
+
+
+def operators(rounds: int) -> Iterator[Ran]:
+    command = [sys.executable, "-m", "bench.sparsity", "--only", "ops", "--rounds", str(rounds)]
+    said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    for name, found in said["ops_by_format"].items():
+        for zeros in ("90", "50", "10"):
+            told = "below 1" if zeros == "10" else ""
+            yield Ran(
+                "operators", f"time over dense, {zeros} % zeros", name, told, "", f"{found[zeros]:.2f}",
+                f"bench.sparsity --only ops, {cpu_name()}",
+            )  # fmt: skip
+
+
+# -- ablation -----------------------------------------------------------------------------------------------
+
+
+def ablation() -> Iterator[Ran]:
+    figures = [row for row in FIGURES if row.table.startswith("Figure 15")]
+    for model in dict.fromkeys(row.model for row in figures):
+        mine = [row for row in figures if row.model == model]
+        setting = powerinfer.Setting(mine[0].machine, model, "float16", layers=LAYERS)
+        plans = {row: powerinfer.of_system(setting, powerinfer.STEPS[row.setting], OUTPUT).plan for row in mine}
+        yield from _steps(setting, plans, powerinfer.of_system(setting, "llama.cpp", OUTPUT).plan)
+
+
+def _steps(setting: powerinfer.Setting, plans: dict[Published, Plan], rival: Plan) -> Iterator[Ran]:
+    """All plans wait at once: waiting takes no processor."""
+    cost = Cost(replace(machine_of(setting.machine), sharing=()))
+    every = [rival, *plans.values()]
+    with ThreadPoolExecutor(len(every)) as pool:
+        measured = list(pool.map(lambda plan: waited_s(plan, cost), every))
+    simulated = [simulated_s(plan, cost) for plan in every]
+    for i, row in enumerate(plans, 1):
+        yield Ran(
+            "ablation", f"{row.setting}, times as fast as llama.cpp", row.model, f"{row.value:g}",
+            f"{simulated[0] / simulated[i]:.2f}", f"{measured[0] / measured[i]:.2f}",
+            f"decode of {LAYERS} layers on {setting.machine}, every task a wait",
+        )  # fmt: skip
+
+
+def _decode(plan: Plan) -> list[Pass]:
+    return [passes.decode(plan, (0,), (PROMPT + i,), passes.DECODE) for i in range(WARM + TIMED)]
+
+
+def simulated_s(plan: Plan, cost: Cost) -> float:
+    """Seconds of a decode pass by `simulate`."""
+    lowering, simulator, found = Lowering(plan), Simulator(cost), []
+    for p in _decode(plan):
+        start_s = simulator.now_s
+        simulator.busy_s(lowering.step(p))
+        found.append(simulator.now_s - start_s)
+    return statistics.mean(found[WARM:])
+
+
+def waited_s(plan: Plan, cost: Cost) -> float:
+    """Seconds of a decode pass of the executor, in which every task is a wait, in the machine's seconds."""
+    wanted = _decode(plan)
+    scale = waits(plan, wanted, cost)
+    lowering, work = Lowering(plan), Timed(lambda task: scale * cost.seconds(task), DISTURBANCE, SEED)
+    executor = Executor(work, plan.units)
+    timelines = [executor.run(lowering.step(p)) for p in wanted]
+    executor.close()
+    work.forget()
+    return statistics.mean(each.end_s - each.start_s for each in timelines[WARM:]) / scale
+
+
+# -- loads --------------------------------------------------------------------------------------------------
+
+
+def loads(tokens: int) -> Iterator[Ran]:
+    import numpy as np
+
+    from bench.tale_sparsity import BOOKS, MODELS, PHILOSOPHERS, WINDOW_TOKENS, live_neurons
+    from penstock.serve.tokenizer import Tokenizer
+    from penstock.spec.format import FLOAT32
+    from penstock.store.pack import pack
+    from penstock.store.packed import open_packed
+    from tools.reference_text import read_books
+
+    books = read_books(BOOKS)
+    kinds = [[b.held_out for b in books if (Path(b.name).stem in PHILOSOPHERS) == wise] for wise in (True, False)]
+    for model in MODELS:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            packed = open_packed(pack(model, Path(folder) / model.name, FLOAT32))
+            tokenizer = Tokenizer.open(packed.folder)
+            counts = []
+            for kind in kinds:
+                ids = [token for text in kind for token in tokenizer.encode(text)[: tokens // len(kind)]]
+                windows = [np.array(ids[lo : lo + WINDOW_TOKENS], np.int32) for lo in range(0, len(ids), WINDOW_TOKENS)]
+                counts.append([fires.sum(0) for fires in live_neurons(packed, windows)])
+        for room in ROOM:
+            ran = statistics.mean(load(counts[1 - k], counts[k], room) for k in (0, 1))
+            told = "0.8" if (room == ROOM[1]) == (model.name == "tale-opt") and room != ROOM[0] else ""
+            yield Ran(
+                "loads", f"active neurons that a device with room for {room:.0%} of them computes", model.name, told,
+                f"{room:.2f} at random", f"{ran:.2f}",
+                f"{2 * tokens} tokens of held-out text at most, the hottest by another kind of text",
+            )  # fmt: skip
+
+
+def load(profile: Sequence[Any], fired: Sequence[Any], room: float) -> float:
+    """The share of what fires that the hottest neurons of each layer make, by the counts of another text."""
+    there = whole = 0.0
+    for known, counts in zip(profile, fired, strict=True):
+        hottest = (-known).argsort(kind="stable")[: round(room * len(known))]
+        there, whole = there + float(counts[hottest].sum()), whole + float(counts.sum())
+    return there / whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="other parts' rows stay as they are")
+    parser.add_argument("--rounds", type=int, default=2, help="of the operators")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each kind of text, at most")
+    wanted = parser.parse_args()
+    rows = {part: [row for row in kept() if row.part == part] for part in PARTS}
+    new = {"operators": lambda: operators(wanted.rounds), "ablation": ablation, "loads": lambda: loads(wanted.tokens)}
+    for part in wanted.only:
+        rows[part] = list(new[part]())
+        for row in rows[part]:
+            print(*row, sep=" | ", flush=True)
+    every = [row for part in PARTS for row in rows[part]]
+    lines = ["# Written by `python -m bench.papers.runs`.", "\t".join(_COLUMNS), *map("\t".join, every)]
+    (DATA / "runs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(json.dumps({"bench": "papers.runs", "rows": [row._asdict() for row in every]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Loads the weights that stay in memory, when a model is loaded."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.graph.arenas import Layout
+from penstock.runtime.arena import Arenas
+from penstock.runtime.device import Device
+from penstock.runtime.host import Progress
+from penstock.runtime.movers import DiskReader, waited_for
+from penstock.runtime.reread import Read
+from penstock.runtime.uploads import keep_asked, lift_weights
+from penstock.spec.places import HOST
+from penstock.spec.plan import Plan
+from penstock.store.packed import Packed
+from penstock.store.verify import require_finite
+
+_LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
+
+
+class FirstLoads(NamedTuple):
+    """What loading took: the `bytes` of all weights that stay; of these what was `timed`, and the `loads` of that. What
+    was loaded while pages of the arenas were taken still waited for the memory, and not for the disk: it is not
+    timed."""
+
+    bytes: int
+    timed: Read
+    loads: int
+
+
+def load_weights(
+    plan: Plan,
+    layout: Layout,
+    packed: Packed,
+    reader: DiskReader,
+    arenas: Arenas,
+    device: Device | None,
+    on_progress: Progress | None,
+) -> FirstLoads:
+    """Loads every unit that stays in memory to its place. Raises StorageFailed, DamagedModel, DeviceFailed, BrokenModel
+    (predictors that are not finite)."""
+    units = plan.units
+    copied = [slot for slots in layout.copied_norms.values() for slot in slots]
+    asked = [units[u] for u in layout.asked]
+    placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
+    total = sum(slot.nbytes for slot in placed) + sum(map(plan.unit_bytes, asked))
+    weights = (
+        reader.start(units[i].part, units[i].lo, units[i].hi, arenas.address(slot))
+        for i, slot in layout.weights.items()
+        if units[i].home == HOST
+    )
+    predictors = (
+        reader.start(f"{layer}.predictor", 0, 1, arenas.address(slot))
+        for layer, slot in layout.predictors.items()
+        if slot.arena.startswith("host.")
+    )
+    copies = (
+        reader.start(part, 0, 1, arenas.address(slot))
+        for part, slots in layout.copied_norms.items()
+        for slot in slots
+        if slot.arena.startswith("host.")
+    )
+    predicting = {part.key: part for part in map(layout.predictor_part, plan.predictors)}
+
+    def look(key: str, here: NDArray[np.uint8]) -> None:
+        """NaN in a predictor would leave neurons out, and nothing would show it."""
+        if key in predicting:
+            require_finite(packed.locate(key, 0, 0)[0], predicting[key], 0, here.reshape(1, -1))
+
+    uploads = lift_weights(plan, layout, reader, arenas, device, look) if device else ()
+    kept = keep_asked(plan, layout, reader, arenas)
+    done = done_ahead = loads = 0
+    told_s = start_s = time.perf_counter()
+    for nbytes in chain(waited_for(chain(weights, predictors, copies), _LOADS_AHEAD), kept, uploads):
+        done, loads = done + nbytes, loads + 1
+        if arenas.taking_s is None:
+            done_ahead, loads, start_s = done, 0, time.perf_counter()
+        if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
+            told_s = time.perf_counter()
+            on_progress("loading weights", done, total)
+    loaded = FirstLoads(reader.bytes_read, Read(reader.bytes_read - done_ahead, time.perf_counter() - start_s), loads)
+    for layer, slot in layout.predictors.items():
+        if slot.arena.startswith("host."):
+            look(f"{layer}.predictor", arenas.view(slot))
+    return loaded
