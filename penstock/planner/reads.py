@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.spec.machine import ASKED_IN_FLIGHT, MachineSpec, Reads
+from penstock.spec.machine import MachineSpec, Reads, experts_in_flight
 from penstock.spec.places import DISK, Tier, is_disk
 from penstock.spec.plan import Plan
-from penstock.units import MIB, format_bytes, format_rate
-
-_LEAST_IN_FLIGHT_BYTES = 4 * MIB  # what a disk of 4 GB/s reads in a millisecond
+from penstock.units import format_bytes, format_rate
 
 
 def on_disks(plan: Plan, disks: Mapping[str, Tier]) -> Plan:
@@ -25,24 +23,22 @@ def with_reads(plan: Plan, machine: MachineSpec) -> tuple[Plan, str]:
     """(the plan with its reads set, the reason). Reads are chosen for the largest unit that the plan loads."""
     largest = max((plan.unit_bytes(unit) for unit in plan.units if is_disk(unit.home)), default=0)
     best = machine.reads_of(DISK.reads, largest or 2**62)  # a plan that streams nothing loads large units
+    together = 0
     if plan.caches:
-        best = _one_after_the_other(
-            best, max(plan.parts[f"{cache.layer}.experts"].least_bytes for cache in plan.caches)
-        )  # fmt: skip
+        largest_expert = max(plan.parts[f"{cache.layer}.experts"].least_bytes for cache in plan.caches)
+        together = experts_in_flight(largest_expert, best.block_bytes)
+        best = _one_after_the_other(best, together)
     plan = replace(plan, io_block_bytes=best.block_bytes, io_depth=best.depth, io_engine=best.engine)
     speed = f" ({format_rate(best.bytes_per_s)})" if best.bytes_per_s else ""
     size = f" of at most {format_bytes(best.most_bytes)}" if best.most_bytes else ""
     if not plan.caches:
         return plan, f"reads{size} {best.reason}{speed}"
-    asked = f"by an io_uring where there is one, {max(best.depth, ASKED_IN_FLIGHT)} blocks in flight"
+    asked = f"by an io_uring where there is one, {max(best.depth, together)} blocks in flight"
     return plan, f"reads{size} {best.reason}{speed}; experts that native code asks for come {asked}"
 
 
-def _one_after_the_other(reads: Reads, expert_bytes: int) -> Reads:
-    """With caches a layer waits for a few loads, of one expert each. With the blocks of two of them in flight, one
-    after the other ends, and experts are computed meanwhile. With those of all in flight, all end together. Of small
-    experts as many are in flight as keep a disk busy."""
-    depth = max(2 * -(-expert_bytes // reads.block_bytes), -(-_LEAST_IN_FLIGHT_BYTES // expert_bytes))
+def _one_after_the_other(reads: Reads, depth: int) -> Reads:
+    """With caches a layer waits for a few loads, of one expert each: with no more blocks than these in flight."""
     if reads.depth <= depth:
         return reads
     return replace(

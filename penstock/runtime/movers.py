@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import DamagedModel, PenstockError, StorageFailed
-from penstock.spec.machine import ASKED_IN_FLIGHT, PICKS_IN_FLIGHT
+from penstock.spec.machine import PICKS_IN_FLIGHT, experts_in_flight
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
@@ -181,7 +181,8 @@ class DiskReader:
         place = self.place(part, lo, hi)
         reader = self._askers.get(disk)
         if reader is None:
-            reader = self._askers[disk] = new_reader("io_uring", max(self._depth, ASKED_IN_FLIGHT), self._block_bytes)
+            depth = max(self._depth, experts_in_flight(place.nbytes, self._block_bytes))
+            reader = self._askers[disk] = new_reader("io_uring", depth, self._block_bytes)
         return reader, place.fd, place.offset, self._first_granules[part] + lo
 
     def pick(self, part: str, runs: Sequence[tuple[int, int, int]]) -> DiskLoad | None:

@@ -150,8 +150,14 @@ KV_IN_FLIGHT = 8
 # Reads of neurons' records in flight. Hundreds of them are asked for at once, of two pages each. With 8, 32 and 128 in
 # flight a disk did 51, 63 and 81 thousand reads of 4 KiB a second, and 36, 46 and 53 thousand of 16 KiB.
 PICKS_IN_FLIGHT = 128
-# Blocks in flight of the experts that native code asks for, at least.
-ASKED_IN_FLIGHT = 4
+_LEAST_IN_FLIGHT_BYTES = 4 * MIB  # what a disk of 4 GB/s reads in a millisecond
+
+
+def experts_in_flight(expert_bytes: int, block_bytes: int) -> int:
+    """Blocks in flight of experts that a layer waits for: those of two experts. Then one ends after the other, and
+    experts are computed meanwhile; with those of all in flight, all end together. Of small experts as many as keep a
+    disk busy."""
+    return max(2 * -(-expert_bytes // block_bytes), -(-_LEAST_IN_FLIGHT_BYTES // expert_bytes))
 
 
 # Op → the op whose products are most like its own. Its rate is taken where nobody has measured the first.

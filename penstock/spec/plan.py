@@ -162,8 +162,8 @@ class Plan:
     stage_bytes     pinned memory that units cross on their way from a disk to a device
     order           one of ORDERS
     io_block_bytes, io_depth, io_engine  reads of a disk are cut into such blocks, so many in flight, by this engine.
-                    Experts that native code asks for come by an io_uring where there is one, with ASKED_IN_FLIGHT of
-                    their blocks in flight at least
+                    Experts that native code asks for come by an io_uring where there is one, with the blocks of
+                    two of them in flight at least
     process_bytes   memory of the process beside its arenas
     context_bytes   device memory that its driver and libraries take (0 without a device)
     predictors      at most one for each layer; with `sparsity` predict each has one

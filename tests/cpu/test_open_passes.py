@@ -191,6 +191,20 @@ def test_open_passes_give_the_resident_bits_on_every_instruction_set(packed: Pac
         assert (found.opened > 0) == (isa != "reference")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_bits_do_not_depend_on_which_expert_comes_first(neighbours: Packed, seed: int) -> None:
+    """Reads in blocks of any size, so many in flight, come in any order; so do experts."""
+    rng = random.Random(seed)
+    plan = caching(neighbours, ACTIVE + seed % 2, "lfu", 1, guesses=seed // 2)
+    expected = Ran(neighbours, plan, drawn, False, serial=True)
+    block_bytes, depth = rng.choice((4096, 16384, 1 << 20)), rng.randint(1, 9)
+    plan = replace(plan, io_block_bytes=block_bytes, io_depth=depth)
+    found = Ran(neighbours, plan, drawn, True, poisoned=True, threads=rng.randint(1, 2))
+    assert found.opened
+    assert all(np.array_equal(a, b) for a, b in zip(found.logits, expected.logits, strict=True))
+    assert (found.held, found.heard, found.read_bytes) == (expected.held, expected.heard, expected.read_bytes)
+
+
 def test_marks_are_where_routers_answer_and_where_outputs_are_added_up(packed: Packed) -> None:
     plan = caching(packed, EXPERTS, "lru", 1)
     lowering = Lowering(plan)

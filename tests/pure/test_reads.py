@@ -16,7 +16,7 @@ from penstock.planner.solve import solve
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import ASKED_IN_FLIGHT, USUAL_READS, Reads
+from penstock.spec.machine import USUAL_READS, Reads, experts_in_flight
 from penstock.units import KIB, MIB
 from tests.pure.machine import LLAMA_1B, MACHINE
 from tests.pure.real_models import BY_NAME
@@ -59,8 +59,12 @@ def test_experts_of_a_layer_come_one_after_the_other() -> None:
         solved = solve(Ask(host_memory_bytes=9 << 30), experts, Format("int4", 64), replace(MACHINE, reads=(reads,)))
         assert solved.plan.caches and solved.plan.io_depth == depth
         assert any("few experts in flight" in reason for reason in solved.reasons) == (depth < reads.depth)
-        asked = f"asks for come by an io_uring where there is one, {max(depth, ASKED_IN_FLIGHT)} blocks in flight"
+        asked = f"asks for come by an io_uring where there is one, {depth} blocks in flight"
         assert any(asked in reason for reason in solved.reasons)
+
+
+def test_as_many_small_experts_are_in_flight_as_keep_a_disk_busy() -> None:
+    assert [experts_in_flight(KIB * size, 2 * MIB) for size in (64, 1024, 2048, 2592, 5000)] == [64, 4, 2, 4, 6]
 
 
 @pytest.mark.parametrize(
