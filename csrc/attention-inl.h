@@ -3,8 +3,12 @@
 // A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp). So a row's
 // result depends on its position and the cache alone, not on its chunk or its neighbours. Few queries convert keys and
 // values in registers. For more of them they are widened once.
+//
+// Where only a share of the positions counts, the scores of all blocks are computed first and kept. Then rows of values
+// are read one by one, those that count for any of the queries.
 #pragma once
 
+#include "attention-chosen-inl.h"
 #include "attention-tiles-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -51,11 +55,12 @@ inline float soften(float* scores, Running& run) {
 class HeadAttention {
   public:
     // `pages`: of the sequence, in the order of its positions. `memory`: attend_floats() floats.
-    // `sinks`: of all heads, or null.
-    HeadAttention(const AttentionShape& a, const float* sinks, const KvCache& cache, const std::int32_t* pages,
-                  int head, int start, int rows, float* memory)
+    // `sinks`: of all heads, or null. `share`: of the positions that count.
+    HeadAttention(const AttentionShape& a, const float* sinks, double share, const KvCache& cache,
+                  const std::int32_t* pages, int head, int start, int rows, float* memory)
         : a_(a),
           sinks_(sinks),
+          share_(share),
           cache_(cache),
           pages_(pages),
           head_(head),
@@ -69,8 +74,8 @@ class HeadAttention {
         sums_ = query_ + std::ptrdiff_t(queries_) * width_;
         wide_ = sums_ + std::ptrdiff_t(queries_) * width_;
         factors_ = wide_ + kPartTokens * width_;
-        scores_ = factors_ + 2 * up_to(width_, kKvGroup);
-        run_ = reinterpret_cast<Running*>(scores_ + std::ptrdiff_t(queries_) * kBlockTokens);
+        run_ = reinterpret_cast<Running*>(factors_ + 2 * up_to(width_, kKvGroup));
+        scores_ = block_ = factors_ + 2 * up_to(width_, kKvGroup) + 2 * queries_;
     }
 
     void operator()(const float* q, float* out) {
@@ -80,32 +85,20 @@ class HeadAttention {
         const Run run = run_at(begin, end, 0, kPartTokens);
         const std::size_t run_bytes = std::size_t(run.count) * row_bytes_;
         prefetch_run(rows_at(cache_.keys, run), run_bytes);  // arrives while the queries are laid out
-        prefetch_run(rows_at(cache_.values, run), run_bytes);
+        if (!chooses()) prefetch_run(rows_at(cache_.values, run), run_bytes);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
             std::fill_n(sums_ + i * width_, width_, 0.0F);
             run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F} : Running{-INFINITY, 0.0F};
         }
-        for (int block = begin; block < end; block += kBlockTokens) {
-            const int until = std::min(block + kBlockTokens, end);
-            switch (cache_.kind) {
-                case Kind::kFloat16:
-                    walk<Kind::kFloat16>(block, until);
-                    break;
-                case Kind::kBfloat16:
-                    walk<Kind::kBfloat16>(block, until);
-                    break;
-                case Kind::kInt8:
-                    walk<Kind::kInt8>(block, until);
-                    break;
-                case Kind::kInt4:
-                    walk<Kind::kInt4>(block, until);
-                    break;
-                default:
-                    walk<Kind::kFloat32>(block, until);
+        by_kind([&]<Kind kind>() {
+            for (int block = begin; block < end; block += kBlockTokens) {
+                walk<kind>(block, std::min(block + kBlockTokens, end));
+                if (chooses()) block_ += std::ptrdiff_t(queries_) * kBlockTokens;
             }
-        }
+            if (chooses()) blend_chosen<kind>(begin, end);
+        });
         for (int i = 0; i < queries_; ++i) {
             float* to = out + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
             const float share = 1.0F / run_[i].weight;
@@ -114,6 +107,24 @@ class HeadAttention {
     }
 
   private:
+    bool chooses() const { return share_ < 1; }
+
+    template <class Work>
+    void by_kind(const Work& work) const {
+        switch (cache_.kind) {
+            case Kind::kFloat16:
+                return work.template operator()<Kind::kFloat16>();
+            case Kind::kBfloat16:
+                return work.template operator()<Kind::kBfloat16>();
+            case Kind::kInt8:
+                return work.template operator()<Kind::kInt8>();
+            case Kind::kInt4:
+                return work.template operator()<Kind::kInt4>();
+            default:
+                return work.template operator()<Kind::kFloat32>();
+        }
+    }
+
     // Positions of a block that lie in a row in a page: `count` of them from the block's position `at` on. In both
     // pools they begin at a slot of the block of the page and head, at byte `block`.
     struct Run {
@@ -131,10 +142,10 @@ class HeadAttention {
         return {cache_.block_at(pages_[page], head_), slot, at, count};
     }
 
-    // Walks a block: scores of all its runs, then weights, then values of all its runs. The bytes that follow are
-    // fetched meanwhile, so that memory never waits for arithmetic. Few queries convert keys and values in registers,
-    // and go through all that lies in a row in a page. Many queries have them widened first, a part that stays in the
-    // L1 cache. Queries that see nothing of a run are left out of it.
+    // Walks a block: scores of all its runs, then weights, then values of all its runs; where positions are chosen,
+    // scores alone. The bytes that follow are fetched meanwhile, so that memory never waits for arithmetic. Few queries
+    // convert keys and values in registers, and go through all that lies in a row in a page. Many queries have them
+    // widened first, a part that stays in the L1 cache. Queries that see nothing of a run are left out of it.
     template <Kind kind>
     void walk(int start, int end) {
         // Parts that no row's window reaches back to are left out.
@@ -149,7 +160,7 @@ class HeadAttention {
         if (after < last) runs[n_runs] = run_at(after, std::min(after + kBlockTokens, last), 0, most);
         const auto fetched = [&](int step) -> const std::uint8_t* {  // steps: keys of the runs, values of the runs, …
             if (step < n_runs) return next<kind>(cache_.keys, runs[step]);
-            if (step < 2 * n_runs) return next<kind>(cache_.values, runs[step - n_runs]);
+            if (step < 2 * n_runs && !chooses()) return next<kind>(cache_.values, runs[step - n_runs]);
             return after < last ? next<kind>(cache_.keys, runs[n_runs]) : nullptr;
         };
         const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
@@ -180,14 +191,21 @@ class HeadAttention {
         each_run(cache_.keys, 0, [&]<Kind as, bool few>(Cached& keys, const Run& run) {
             each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
                 score<as, n>(query_ + i * width_, width_, keys, run.count, a_.scale,
-                             scores_ + std::ptrdiff_t(i) * kBlockTokens + run.at);
+                             block_ + std::ptrdiff_t(i) * kBlockTokens + run.at);
                 keys.ahead = nullptr;
             });
         });
-        for (int i = first_query(lo); i < queries_; ++i) weigh(i, start, end, lo);
+        if (chooses()) {
+            for (int i = 0; i < queries_; ++i) hide(i, start, end, lo);
+            return;
+        }
+        for (int i = first_query(lo); i < queries_; ++i) {
+            hide(i, start, end, lo);
+            weigh(i);
+        }
         each_run(cache_.values, n_runs, [&]<Kind as, bool few>(Cached& values, const Run& run) {
             each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
-                blend_all<as, n>(scores_ + std::ptrdiff_t(i) * kBlockTokens + run.at, values, run.count, width_,
+                blend_all<as, n>(block_ + std::ptrdiff_t(i) * kBlockTokens + run.at, values, run.count, width_,
                                  sums_ + i * width_);
                 values.ahead = nullptr;
             });
@@ -222,9 +240,10 @@ class HeadAttention {
         by_count.template operator()<1>();
     }
 
-    // Turns query i's scores of a block into weights, and shrinks its sums. Scores before `lo` were not computed.
-    void weigh(int i, int start, int end, int lo) {
-        float* const s = scores_ + std::ptrdiff_t(i) * kBlockTokens;
+    // Caps query i's scores of a block, and hides those of positions that it does not see. Scores before `lo` were not
+    // computed.
+    void hide(int i, int start, int end, int lo) {
+        float* const s = block_ + std::ptrdiff_t(i) * kBlockTokens;
         if (a_.softcap > 0) {
             for (int t = lo; t < end - start; t += 16) {
                 const F capped = f_tanh(f_mul(f_load(s + t), f_set(1.0F / a_.softcap)));
@@ -236,20 +255,95 @@ class HeadAttention {
         const int seen = std::max(0, std::min(end, position + 1) - start);
         std::fill(s + seen, s + kBlockTokens, -INFINITY);
         std::fill(s, s + std::min(oldest, kBlockTokens), -INFINITY);
-        const float shrink = soften(s, run_[i]);
+    }
+
+    // Turns query i's scores of a block into weights, and shrinks its sums.
+    void weigh(int i) {
+        const float shrink = soften(block_ + std::ptrdiff_t(i) * kBlockTokens, run_[i]);
         if (shrink == 1.0F) return;
         const F factor = f_set(shrink);
         float* const sums = sums_ + std::ptrdiff_t(i) * width_;
         for (int c = 0; c < width_; c += 16) f_store(sums + c, f_mul(f_load(sums + c), factor));
     }
 
+    // Chooses among the scores of all blocks, and adds up the values of positions that count for any query.
+    template <Kind kind>
+    void blend_chosen(int begin, int end) {
+        const std::ptrdiff_t block_floats = std::ptrdiff_t(queries_) * kBlockTokens;
+        for (int i = 0; i < queries_; ++i) {
+            const int seen = start_ + i / group_ + 1, first = a_.window > 0 ? std::max(0, seen - a_.window) : 0;
+            keep_best({scores_ + std::ptrdiff_t(i) * kBlockTokens, block_floats, first - begin, seen - begin}, share_);
+        }
+        Picked lists[2];  // of this block, and of the next one, whose rows are fetched meanwhile
+        int turn = 0;
+        block_ = scores_;
+        lists[0].find(block_, queries_, std::min(kBlockTokens, end - begin));
+        for (int start = begin; start < end; start += kBlockTokens, block_ += block_floats, turn ^= 1) {
+            const Picked& picked = lists[turn];
+            Picked& next = lists[turn ^ 1];
+            const int left = end - start - kBlockTokens;
+            next.count = 0;
+            if (left > 0) next.find(block_ + block_floats, queries_, std::min(kBlockTokens, left));
+            for (int i = 0; i < queries_; ++i) {
+                weigh(i);
+                float* const weights = block_ + std::ptrdiff_t(i) * kBlockTokens;
+                for (int k = 0; k < picked.count; ++k) weights[k] = weights[picked.at[k]];
+            }
+            for (int k = picked.count; k < next.count; ++k) fetch_value<kind>(start + kBlockTokens + next.at[k]);
+            for (int part = 0; part < picked.count; part += kPartTokens) {
+                const int count = std::min(kPartTokens, picked.count - part);
+                for (int k = 0; k < count; ++k) {
+                    if (part + k < next.count) fetch_value<kind>(start + kBlockTokens + next.at[part + k]);
+                    widen_value<kind>(start + picked.at[part + k], wide_ + k * width_);
+                }
+                const Cached rows{reinterpret_cast<const std::uint8_t*>(wide_), std::size_t(width_) * 4, width_};
+                each_query<kManyQueries>(0, [&]<int n>(int i) {
+                    blend_all<Kind::kFloat32, n>(block_ + std::ptrdiff_t(i) * kBlockTokens + part, rows, count, width_,
+                                                 sums_ + i * width_);
+                });
+            }
+        }
+    }
+
+    template <Kind kind>
+    void fetch_value(int position) const {
+        const Run run = run_at(position, position + 1, 0, 1);
+        prefetch_run(rows_at(cache_.values, run), row_bytes_);
+        if constexpr (quantised(kind)) {
+            for (int g = 0; g < 2 * cache_.groups(); ++g) {
+                __builtin_prefetch(cache_.values + run.block + cache_.scale_at(g, run.slot));
+            }
+        }
+    }
+
+    // The value of a position as float32 [width].
+    template <Kind kind>
+    void widen_value(int position, float* to) const {
+        const Run run = run_at(position, position + 1, 0, 1);
+        Cached row{rows_at(cache_.values, run), row_bytes_, width_, factors_, factors_, 1};
+        if constexpr (quantised(kind)) {
+            const int n = 2 * cache_.groups();
+            for (int g = 0; g < n; g += kTileRows) {  // scales of all groups, then their minimums
+                alignas(64) std::uint16_t halves[kTileRows] = {};
+                for (int k = 0; k < std::min(n - g, kTileRows); ++k) {
+                    std::memcpy(halves + k, cache_.values + run.block + cache_.scale_at(g + k, run.slot), 2);
+                }
+                f_store(factors_ + g, f_half(halves));
+            }
+            row.group = cache_.group;
+            row.scales = factors_, row.minimums = factors_ + cache_.groups();
+        }
+        widen_row<kind>(row, 0, a_.head_dim, width_, to);
+    }
+
     const AttentionShape& a_;
     const float* sinks_;
+    double share_;
     const KvCache& cache_;
     const std::int32_t* pages_;
     int head_, start_, rows_, width_, group_, queries_;
     std::size_t row_bytes_;
-    float *query_, *sums_, *wide_, *factors_, *scores_;
+    float *query_, *sums_, *wide_, *factors_, *scores_, *block_;  // block_: the scores of a block
     Running* run_;
 };
 
@@ -260,10 +354,15 @@ bool attend(Pool& pool, const AttendOp& op) {
     const KvCache& cache = op.cache;
     Scratch scratch = op.scratch;
     const int width = attend_width(cache.head_dim, cache.kind), group = a.heads / a.kv_heads;
-    int longest = 1, items = 0;
-    for (int s = 0; s < sequence_count; ++s) longest = std::max(longest, sequences[s].rows);
-    const int rows_at_once = attend_rows(a, longest), queries = group * rows_at_once;
-    const std::size_t share = scratch_aligned(attend_floats(queries, width) * sizeof(float)) / sizeof(float);
+    const bool chooses = op.value_share < 1;
+    int longest = 1, furthest = 0, items = 0;
+    for (int s = 0; s < sequence_count; ++s) {
+        longest = std::max(longest, sequences[s].rows);
+        furthest = std::max(furthest, sequences[s].start + sequences[s].rows);
+    }
+    const int rows_at_once = attend_rows(a, longest, chooses), queries = group * rows_at_once;
+    const std::size_t share =
+        scratch_aligned(attend_floats(queries, width, chooses ? furthest : 1) * sizeof(float)) / sizeof(float);
     // With many heads of many queries scratch may not have room for every thread. Then fewer threads work.
     const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
     if (usable < 1) return false;
@@ -285,18 +384,22 @@ bool attend(Pool& pool, const AttendOp& op) {
         float* mine = memory + std::ptrdiff_t(share) * team.id();
         for (int item = next.fetch_add(1, std::memory_order_relaxed); item < items;
              item = next.fetch_add(1, std::memory_order_relaxed)) {
-            int s = 0, before = 0, left = item;
+            int s = 0, before = 0, left = item, parts = 0;
             for (;; ++s) {
-                const int here = (sequences[s].rows + rows_at_once - 1) / rows_at_once * heads;
-                if (left < here) break;
-                left -= here;
+                parts = (sequences[s].rows + rows_at_once - 1) / rows_at_once;
+                if (left < parts * heads) break;
+                left -= parts * heads;
                 before += sequences[s].rows;
             }
-            const int head = a.lo + left % heads, row = left / heads * rows_at_once;
+            // Where positions are chosen few rows go together, so a head's keys are read again while caches have them.
+            const int head = a.lo + (chooses ? left / parts : left % heads);
+            const int row = (chooses ? left % parts : left / heads) * rows_at_once;
             const int rows = std::min(rows_at_once, sequences[s].rows - row);
             const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
             const std::int32_t* pages = op.pages + sequences[s].first_page;
-            HeadAttention{a, op.sinks, cache, pages, head, sequences[s].start + row, rows, mine}(op.q + at, op.a + at);
+            HeadAttention attention{a,    op.sinks, op.value_share, cache, pages, head, sequences[s].start + row,
+                                    rows, mine};
+            attention(op.q + at, op.a + at);
         }
     });
     return true;

@@ -48,6 +48,7 @@ void check(const AttendOp& op) {  // rows that are only stored may lie in pages 
     if (op.cache.page_tokens % kPageTokens != 0) {
         throw nb::value_error(("page_tokens must be a multiple of " + std::to_string(kPageTokens)).c_str());
     }
+    if (!(op.value_share > 0)) throw nb::value_error("value_share must be above 0");
 }
 
 template <class Op>
@@ -202,7 +203,8 @@ void bind_ops(nb::module_& m) {
             SCRATCH(QkvOp));
     ops.def("attend", &Kernels::attend,
             SAME(AttendOp, attention), SAME(AttendOp, sinks), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
-            SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp));
+            SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp),
+            SAME(AttendOp, value_share));
     ops.def("norm", &Kernels::norm,
             SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
             SAME(NormOp, h));

@@ -199,7 +199,9 @@ void bind_shapes(nb::module_& m) {
     m.def("qkv_scratch", &qkv_scratch, "shape"_a, "attention"_a, "rows"_a);
     m.def(
         "attend_scratch",
-        [](const AttentionShape& a, const CacheShape& cache, int rows) { return attend_scratch(a, cache.kind, rows); },
-        "attention"_a, "cache"_a, "rows"_a);
+        [](const AttentionShape& a, const CacheShape& cache, int rows, int chosen) {
+            return attend_scratch(a, cache.kind, rows, chosen);
+        },
+        "attention"_a, "cache"_a, "rows"_a, "chosen"_a = 0);
     m.def("merge_scratch", &merge_scratch, "rows"_a, "d"_a);
 }

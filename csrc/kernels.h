@@ -398,7 +398,8 @@ struct QkvOp {
 };
 
 // a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v, of q [T, H, E]. `sinks` [H] (null: none): a score of each
-// head that its softmax counts beside those of the positions, and that has no value.
+// head that its softmax counts beside those of the positions, and that has no value. `value_share`: below 1, of the n
+// positions that a row sees those ceil(value_share · n) alone count whose scores are the best.
 struct AttendOp {
     AttentionShape attention;
     const float* sinks;
@@ -409,6 +410,7 @@ struct AttendOp {
     const float* q;
     float* a;
     Scratch scratch;
+    double value_share = 1;
 };
 
 // h [T, D] = norm of the rows of x that `chosen` int32 [T] names (null: all rows). kNone copies.

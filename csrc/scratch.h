@@ -19,6 +19,7 @@ constexpr int kSumColumns = 512;    // columns that a thread adds neurons up for
 constexpr std::size_t kValueGranules = 16;  // granules whose neurons' values are kept at a time, of many rows
 constexpr int kQueryRows = 8;               // rows of a prefill chunk that go through the KV cache together, or more:
 constexpr int kQueries = 64;                // as many as have so many queries of a KV head
+constexpr int kChoosingQueries = 8;         // the same where positions are chosen, whose scores are all kept
 constexpr int kPartTokens = 32;             // tokens whose keys or values stay in the L1 cache for all queries
 constexpr int kBlockTokens = 256;           // tokens between two updates of attention's running maximum
 constexpr std::size_t kChunkBytes = std::size_t{512} << 10;  // activations laid out at a time: half of an L2 cache
@@ -132,22 +133,26 @@ inline std::size_t qkv_scratch(const QkvShape& shape, const AttentionShape& a, i
 // Columns of queries and sums, rounded up to the whole vectors in which the cache is read.
 inline int attend_width(int head_dim, Kind kind) { return up_to(head_dim, kind == Kind::kInt4 ? 32 : 16); }
 
-// Rows of a sequence that go through the KV cache together. `t`: the most rows that a sequence has.
-inline int attend_rows(const AttentionShape& a, int t) {
-    return std::min(t, std::max(kQueryRows, kQueries / (a.heads / a.kv_heads)));
+// Rows of a sequence that go through the KV cache together. `t`: the most rows that a sequence has. `chooses`: only a
+// share of the positions counts.
+inline int attend_rows(const AttentionShape& a, int t, bool chooses) {
+    const int group = a.heads / a.kv_heads;
+    return std::min(t, chooses ? std::max(1, kChoosingQueries / group) : std::max(kQueryRows, kQueries / group));
 }
 
 // Floats of one thread: queries and sums [queries, width], K or V [32, width], scales and minimums [2 · groups, 32],
-// whose groups have 32 columns at least, scores [queries, 256], and two numbers for each query.
-inline std::size_t attend_floats(int queries, int width) {
+// whose groups have 32 columns at least, two numbers for each query, and scores [queries, 256] for each block of
+// `positions`.
+inline std::size_t attend_floats(int queries, int width, int positions) {
     return std::size_t(2 * queries + kPartTokens) * std::size_t(width) + 2 * std::size_t(up_to(width, kKvGroup)) +
-           std::size_t(queries) * (kBlockTokens + 2);
+           std::size_t(queries) * std::size_t(up_to(positions, kBlockTokens) + 2);
 }
 
-inline std::size_t attend_scratch(const AttentionShape& a, Kind kind, int t) {
-    const int queries = a.heads / a.kv_heads * attend_rows(a, t);
-    const std::size_t thread_bytes = scratch_aligned(4 * attend_floats(queries, attend_width(a.head_dim, kind)));
-    return kScratchThreads * thread_bytes;
+// `chosen`: the most positions of a sequence, of which only a share counts; 0: all count.
+inline std::size_t attend_scratch(const AttentionShape& a, Kind kind, int t, int chosen) {
+    const int queries = a.heads / a.kv_heads * attend_rows(a, t, chosen > 0);
+    const int width = attend_width(a.head_dim, kind);
+    return kScratchThreads * scratch_aligned(4 * attend_floats(queries, width, std::max(chosen, 1)));
 }
 
 // Room for the sum of partials, where it is normed before it is added.

@@ -221,8 +221,8 @@ def predict_scratch(hidden: Matrix, neurons: Matrix, rows: int) -> int: ...
 def route_scratch(shape: RouterShape, rows: int) -> int: ...
 def experts_scratch(shape: FfnShape, per_expert: int, active: int, rows: int) -> int: ...
 def qkv_scratch(shape: QkvShape, attention: AttentionShape, rows: int) -> int: ...
-def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int) -> int:
-    """`rows`: of one sequence."""
+def attend_scratch(attention: AttentionShape, cache: CacheShape, rows: int, chosen: int = 0) -> int:
+    """`rows`: of one sequence. `chosen`: the most positions of a sequence, of which only a share counts; 0: all do."""
 
 def merge_scratch(rows: int, d: int) -> int: ...
 
@@ -311,9 +311,10 @@ class _Ops:
 
     def attend(
         self, *, attention: AttentionShape, sinks: int, sequences: int, sequence_count: int, pages: int, q: int,
-        cache: CacheShape, keys: int, values: int, a: int, scratch: int, scratch_bytes: int,
+        cache: CacheShape, keys: int, values: int, a: int, scratch: int, scratch_bytes: int, value_share: float,
     ) -> None:  # fmt: skip
-        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache. sinks [H] (0: none): scores without values."""
+        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache. sinks [H] (0: none): scores without values.
+        `value_share`: below 1, over that share of the positions that a row sees, those with the best scores."""
 
     def norm(self, *, norm: Norm, x: int, chosen: int, t: int, d: int, h: int) -> None:
         """h [t, d] = norm of x's rows, or of those that `chosen` int32 [t] names (0: all)."""

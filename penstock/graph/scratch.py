@@ -39,8 +39,10 @@ def matmul_bytes(block: Block, rows: int) -> int:
     return round_up(4 * slab * padded, _ALIGN) * 2 + round_up(4 * rows * slab, _ALIGN) + 4 * _ALIGN
 
 
-def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, kv: frozenset[Format]) -> int:
-    """The most bytes that the native kernels want for any op, by `scratch_native`."""
+def native_bytes(
+    spec: ModelSpec, weights: Format, rows: int, logits_rows: int, kv: frozenset[Format], chosen: int = 0
+) -> int:
+    """The most bytes that the native kernels want for any op, by `scratch_native`. `chosen`: as for `attend_bytes`."""
     need, layers = 0, spec.layers
     for part in _unlike(spec, weights):
         if part.kind in ("ffn", "shared"):
@@ -53,7 +55,7 @@ def native_bytes(spec: ModelSpec, weights: Format, rows: int, logits_rows: int, 
             a = layers[part.layer].attention
             need = max(need, scratch_native.qkv_bytes(part, a, a.kv_heads, rows))
             need = max(need, scratch_native.out_bytes(part.block("o"), part.granules, rows))
-            need = max(need, *(scratch_native.attend_bytes(a, fmt, rows) for fmt in kv))
+            need = max(need, *(scratch_native.attend_bytes(a, fmt, rows, chosen) for fmt in kv))
         elif part.kind in ("embed", "head"):
             need = max(need, scratch_native.project_bytes(part.block("rows"), min(rows, logits_rows)))
     return need
@@ -78,8 +80,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
     """Bytes of the scratch arena of an executor: the largest need of any op that it may run."""
     target, rows = plan.target, max(plan.chunk_rows, plan.batch_seqs)
     kv = frozenset(home.format for home in plan.kv)
-    chosen = plan.context if plan.value_share < 1 else 0
-    need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv, chosen)
+    need = _usual_bytes(target.spec, target.weights, rows, plan.logits_rows, plan.page_tokens, kv, plan.chosen_from)
     for part in dict.fromkeys(_predictor_of(plan, p) for p in plan.predictors):
         need = max(need, scratch_native.predict_bytes(part, rows), _predict_bytes(part))
         need = max(need, scratch_gpu.predict_bytes(part, rows) if is_device(tier) else 0)
@@ -109,7 +110,7 @@ def _usual_bytes(
     """Bytes of scratch that are enough for every op except a GPU's kernels. `page`: tokens of a page. `kv`: formats of
     the KV cache. `chosen`: the most positions of a sequence, where attention reads the values of the best alone; else
     0."""
-    need = native_bytes(spec, weights, rows, logits_rows, kv)
+    need = native_bytes(spec, weights, rows, logits_rows, kv, chosen)
     need = max(need, 16 * rows * max(spec.d_model, spec.d_embed))  # norms, merges and embeddings: four [rows, D]
     for part in _unlike(spec, weights):
         if part.kind == "norms":

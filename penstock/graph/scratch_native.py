@@ -16,7 +16,7 @@ from penstock.units import KIB, round_up
 _ALIGN = 64
 _THREADS = 8  # attention has temporaries for so many threads
 _FOURS = 16  # fours of an FFN's granules that are summed at a time
-_FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS, _QUERIES = 8, 48, 8, 64
+_FEW_ROWS, _HIDDEN_ROWS, _QUERY_ROWS, _QUERIES, _CHOOSING_QUERIES = 8, 48, 8, 64, 8
 _SUM_COLUMNS, _VALUE_GRANULES = 512, 16
 _PART_TOKENS, _BLOCK_TOKENS = 32, 256
 _CHUNK_BYTES = 512 * KIB
@@ -90,10 +90,13 @@ def qkv_bytes(part: Part, a: Attention, kv_heads: int, rows: int) -> int:
     return _input_bytes(part.block("q"), 1, rows) + round_up(8 * rows * kv_heads * a.head_dim, _ALIGN)
 
 
-def attend_bytes(a: Attention, kv: Format, rows: int) -> int:
-    queries = a.heads_per_kv * min(rows, max(_QUERY_ROWS, _QUERIES // a.heads_per_kv))
-    width = round_up(a.head_dim, 32 if kv.kind == "int4" else 16)
-    floats = (2 * queries + _PART_TOKENS) * width + 2 * round_up(width, 32) + queries * (_BLOCK_TOKENS + 2)
+def attend_bytes(a: Attention, kv: Format, rows: int, chosen: int) -> int:
+    """`chosen`: the most positions of a sequence, where only a share of them counts; else 0."""
+    group = a.heads_per_kv
+    most = max(1, _CHOOSING_QUERIES // group) if chosen else max(_QUERY_ROWS, _QUERIES // group)
+    queries, width = group * min(rows, most), round_up(a.head_dim, 32 if kv.kind == "int4" else 16)
+    scores = round_up(max(chosen, 1), _BLOCK_TOKENS)
+    floats = (2 * queries + _PART_TOKENS) * width + 2 * round_up(width, 32) + queries * (scores + 2)
     return _THREADS * round_up(4 * floats, _ALIGN)
 
 

@@ -92,7 +92,6 @@ def chosen_values(plan: Plan) -> tuple[str, ...]:
     return (
         f"a query reads all keys, and the values of its best {plan.value_share:.3g} of the positions alone",
         "this is lossy (top-k): `penstock eval` prices it",
-        "its time is foretold as native kernels' would be, which are not there yet: attention takes longer",
     )
 
 

@@ -128,7 +128,7 @@ class NativeOps(Binding):
             need = max(
                 need, _native.qkv_scratch(self._qkv_shapes[layer], heads, rows),
                 _native.out_scratch(self._o[layer], attn.granules, rows),
-                _native.attend_scratch(heads, cache, rows),
+                _native.attend_scratch(heads, cache, rows, plan.chosen_from),
             )  # fmt: skip
         for key, shape in self._ffn_shapes.items():
             part, routed = self._parts[key], layers_of[self._parts[key].layer].routed
@@ -172,16 +172,13 @@ class NativeOps(Binding):
         """Whether a native kernel does the call."""
         if self._projects_out and isinstance(call.operands, ops.Norm) and call.operands.layer is None:
             return False
-        if isinstance(call.operands, ops.Attend) and call.operands.value_share < 1:
-            return False  # numpy's: the best positions are chosen there
         return call.op in self._natively
 
     @property
     def by_batches(self) -> bool:
         """numpy takes the numbers of rows from calls, and whoever hears of calls hears of theirs."""
         heard = self.on_route is not None or self.on_fired is not None
-        chooses = self._plan.value_share < 1
-        return "embed" in self._natively and not self._projects_out and not heard and not chooses
+        return "embed" in self._natively and not self._projects_out and not heard
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 
@@ -250,6 +247,7 @@ class NativeOps(Binding):
             attention=self._attention_of(call.unit, layer), sinks=sinks, sequences=pages.sequences_address,
             sequence_count=len(stored.seqs), pages=pages.pages_address, q=at(op.q), cache=self._shape(op, batch),
             keys=at(op.keys), values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            value_share=op.value_share,
         )  # fmt: skip
 
     def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:

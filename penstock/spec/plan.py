@@ -215,6 +215,11 @@ class Plan:
         return self.models[0]
 
     @property
+    def chosen_from(self) -> int:
+        """The most positions from which attention chooses those that count; 0 where all count."""
+        return self.context if self.value_share < 1 else 0
+
+    @property
     def asks(self) -> bool:
         """Whether tasks depend on answers: of routers, or of who fires."""
         return bool(self.caches) or any(unit.asked for unit in self.units)

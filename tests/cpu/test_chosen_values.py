@@ -17,63 +17,19 @@ from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.check_plan import check_plan
 from penstock.graph.ops import attend_cost
-from penstock.kernels.reference import attention
-from penstock.kernels.reference.cache import KvPool
-from penstock.kernels.reference.matrix import Scratch
 from penstock.planner.solve import solve
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask, value_share
-from penstock.spec.format import parse_format
 from penstock.spec.model import Attention
 from penstock.store.packed import Packed, open_packed
 from penstock.units import MIB
+from tests.cpu.attention_case import HEAD_DIM, Case
 from tests.cpu.commands import MACHINE
 from tests.cpu.engines import load, make_model, streaming
 
-PAGE, HEAD_DIM = 64, 16
 SAYS = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-class Case:
-    """A sequence of `start` + `rows` positions whose last `rows` attend, with keys and values of chance."""
-
-    def __init__(self, a: Attention, start: int, rows: int, seed: int) -> None:
-        rng, self.a = np.random.default_rng(seed), a
-        self.batch = Batch(0, (0,), (start,), (rows,), ())
-        seen = start + rows
-        pages = -(-seen // PAGE)
-        self.table = rng.permutation(pages).astype(np.int64)
-        self.q = rng.standard_normal((rows, a.heads, a.head_dim)).astype(np.float32)
-        self.k, self.v = (rng.standard_normal((seen, a.kv_heads, a.head_dim)).astype(np.float32) for _ in range(2))
-        self.pools = [KvPool(np.zeros((pages, a.kv_heads, PAGE * 4 * a.head_dim), np.uint8), PAGE, a.head_dim,
-                             parse_format("float32")) for _ in range(2)]  # fmt: skip
-        for pool, numbers in zip(self.pools, (self.k, self.v), strict=True):
-            for position in range(seen):
-                for head in range(a.kv_heads):
-                    pool.store(int(self.table[position // PAGE]), head, position % PAGE, numbers[position, head][None])
-
-    def attend(self, share: float) -> np.ndarray:
-        out, a = np.zeros_like(self.q), self.a
-        room = Scratch(np.empty(1 << 22, np.uint8))
-        attention.attend(self.q, *self.pools, a, 0, a.kv_heads, self.batch, [self.table], out, room, None, share)
-        return out
-
-    def naive(self, share: float) -> np.ndarray:
-        """Of each row and head the softmax over its best positions, by numpy in float64."""
-        out, a, start = np.zeros_like(self.q), self.a, self.batch.start[0]
-        for row in range(len(self.q)):
-            end = start + row + 1
-            first = max(0, end - a.window) if a.window else 0
-            for head in range(a.heads):
-                keys = self.k[first:end, head // a.heads_per_kv].astype(float)
-                scores = keys @ self.q[row, head] * a.scale
-                best = np.argsort(-scores, kind="stable")[: max(1, int(np.ceil(share * (end - first))))]
-                weights = np.exp(scores[best] - scores[best].max())
-                values = self.v[first:end, head // a.heads_per_kv][best]
-                out[row, head] = weights @ values / weights.sum()
-        return out
 
 
 @given(

@@ -20,7 +20,7 @@ NOT_CROSSING = {
     "norm": {"norms", "scratch", "which", "layer", "every"},
     "order": {"norms", "which", "layer"},
     "qkv": {"norms", "layer", "fresh"},
-    "attend": {"norms", "layer", "fresh", "value_share"},
+    "attend": {"norms", "layer", "fresh"},
     "out": {"layer"},
     "ffn": {"layer", "row_flops"},
     "fire": {"layer"},

@@ -77,7 +77,8 @@ def test_plans_say_what_the_kernels_say(made: tuple[Layer, dict[str, Part]], row
         assert said.ffn_bytes(ffn, n, rows) == _native.ffn_scratch(cpu.ffn_shape(ffn, layer.ffns[0]), n, rows)
     qkv = _native.qkv_scratch(cpu.qkv_shape(attn, a, norm), heads, rows)
     assert said.qkv_bytes(attn, a, a.kv_heads, rows) == qkv
-    assert said.attend_bytes(a, fmt, rows) == _native.attend_scratch(heads, cache, rows)
+    for chosen in (0, 1, 256, 4001):
+        assert said.attend_bytes(a, fmt, rows, chosen) == _native.attend_scratch(heads, cache, rows, chosen)
     assert said.merge_bytes(vocab.cols, rows) == _native.merge_scratch(rows, vocab.cols)
 
 

@@ -196,11 +196,15 @@ at("open").onchange = async () => {
 };
 at("show-settings").onclick = async () => {
   const form = at("settings").querySelector("form");
-  const names = await get("v1/models", settings.key).then((found) => found.data.map((model) => model.id)).catch(() => []);
-  form.model.replaceChildren(...names.map((name) => make("option", { textContent: name, value: name })));
+  const offer = (names, chosen) => {
+    form.model.replaceChildren(...names.map((name) => make("option", { textContent: name, value: name })));
+    form.model.value = names.includes(chosen) ? chosen : names[0] ?? "";
+  };
   for (const field of ["system", ...NUMBERS, "key"]) form[field].value = settings[field] ?? "";
-  form.model.value = settings.model && names.includes(settings.model) ? settings.model : names[0] ?? "";
-  at("settings").showModal();
+  offer(settings.model ? [settings.model] : [], settings.model);
+  at("settings").showModal();  // a busy server may take a while to say which models it has
+  const names = await get("v1/models", settings.key).then((found) => found.data.map((model) => model.id)).catch(() => []);
+  if (at("settings").open && names.length) offer(names, form.model.value);
 };
 at("settings").onclose = () => {
   const form = at("settings").querySelector("form");
