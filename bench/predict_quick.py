@@ -50,7 +50,7 @@ class Hasty:
             self._machine = kept_machine(self._file, about)
             self.runs = len(runs(self._file, self._machine))
             return
-        machine = quick_apart(folder, "int4")
+        machine = quick_apart(folder, "int4", None)
         assert machine is not None, "a machine like this one was measured whole"
         self._machine = machine
         kept.unlink(missing_ok=True)

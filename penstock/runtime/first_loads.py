@@ -14,7 +14,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.host import Progress
 from penstock.runtime.movers import DiskReader, waited_for
-from penstock.runtime.reread import Read
+from penstock.runtime.reread import End, Read, at_median
 from penstock.runtime.uploads import keep_asked, lift_weights
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
@@ -25,9 +25,9 @@ _LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
 
 
 class FirstLoads(NamedTuple):
-    """What loading took: the `bytes` of all weights that stay; of these what was `timed`, and the `loads` of that. What
-    was loaded while pages of the arenas were taken still waited for the memory, and not for the disk: it is not
-    timed."""
+    """What loading took: the `bytes` of all weights that stay; of these what was `timed`, at its median speed, and the
+    `loads` of that. What was loaded while pages of the arenas were taken still waited for the memory, and not for the
+    disk: it is not timed, nor is the first load that ended after that."""
 
     bytes: int
     timed: Read
@@ -75,16 +75,15 @@ def load_weights(
 
     uploads = lift_weights(plan, layout, reader, arenas, device, look) if device else ()
     kept = keep_asked(plan, layout, reader, arenas)
-    done = done_ahead = loads = 0
-    told_s = start_s = time.perf_counter()
+    done, told_s, ends = 0, time.perf_counter(), list[End]()
     for nbytes in chain(waited_for(chain(weights, predictors, copies), _LOADS_AHEAD), kept, uploads):
-        done, loads = done + nbytes, loads + 1
-        if arenas.taking_s is None:
-            done_ahead, loads, start_s = done, 0, time.perf_counter()
+        done += nbytes
+        if arenas.taking_s is not None:
+            ends.append(End(time.perf_counter(), done))
         if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
             told_s = time.perf_counter()
             on_progress("loading weights", done, total)
-    loaded = FirstLoads(reader.bytes_read, Read(reader.bytes_read - done_ahead, time.perf_counter() - start_s), loads)
+    loaded = FirstLoads(reader.bytes_read, at_median(ends), max(0, len(ends) - 1))
     for layer, slot in layout.predictors.items():
         if slot.arena.startswith("host."):
             look(f"{layer}.predictor", arenas.view(slot))

@@ -15,6 +15,7 @@ from penstock.units import MIB, round_up
 
 _RAM_BYTES = 800 * MIB  # read in all rounds together, about 20 ms
 _MOST_ROUNDS = 5
+_PART_BYTES = 32 * MIB  # of loading; eight loads are in flight, and end in bursts
 _PIECE_BYTES = 64 * MIB  # the least: twice a large L3 cache, so that none holds what is read next
 
 
@@ -31,6 +32,28 @@ class Read(NamedTuple):
 
 
 NOTHING = Read(0, 0.0)
+
+
+class End(NamedTuple):
+    """A load has ended: at this moment (`time.perf_counter`), and so many bytes were read until then."""
+
+    moment_s: float
+    bytes: int
+
+
+def at_median(ends: Sequence[End]) -> Read:
+    """The bytes read between the first and the last of `ends`, and the seconds that they take at the median speed of
+    parts of 32 MiB: what halts the machine for a moment (0.9 s of taking pages were seen) is no speed of its disk."""
+    if len(ends) < 2:
+        return NOTHING
+    parts, last = list[Read](), ends[0]
+    for end in ends[1:]:
+        if end.bytes - last.bytes >= _PART_BYTES:
+            parts.append(Read(end.bytes - last.bytes, end.moment_s - last.moment_s))
+            last = end
+    whole = Read(ends[-1].bytes - ends[0].bytes, ends[-1].moment_s - ends[0].moment_s)
+    speeds = [part.bytes_per_s for part in parts if part.seconds > 0]
+    return Read(whole.bytes, whole.bytes / statistics.median(speeds)) if speeds else whole
 
 
 def from_disk(

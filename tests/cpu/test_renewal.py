@@ -17,7 +17,7 @@ from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.runtime import first_loads, movers
 from penstock.runtime.probe import machine_file
-from penstock.runtime.reread import Read
+from penstock.runtime.reread import NOTHING, End, Read, at_median
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.renewal import Renewed, Shift, tells
@@ -42,12 +42,14 @@ def with_disk(bytes_per_s: float) -> MachineSpec:
 
 @pytest.fixture
 def slow_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Loading takes 0.6 s more. Returns the bytes/s of a disk that loads all but FFNs and embeddings so."""
+    """The second load takes 0.6 s more, beside too few others to leave it out. Returns the bytes/s of a disk that loads
+    all but FFNs and embeddings so, at most."""
     plan, whole = streaming(open_packed(folder), ("norms", "edges", "attn")), movers.waited_for
 
     def slowly(*args: Any) -> Iterator[int]:
-        time.sleep(0.6)
-        yield from whole(*args)
+        for number, nbytes in enumerate(whole(*args)):
+            time.sleep(0.6 if number == 1 else 0.0)
+            yield nbytes
 
     monkeypatch.setattr(first_loads, "waited_for", slowly)
     return sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "host") / 0.6
@@ -123,3 +125,13 @@ def test_what_is_told() -> None:
     assert told == "promised the first word after 1.00 s, with today's disk and RAM 1.50 s"
     assert str(slower[0]) == "disk gives 1.50 GB/s today, where 2.00 GB/s were foretold (× 0.75)"
     assert Renewed(was, slower).report()["today"]["disk"]["times"] == 0.75
+
+
+def test_what_halts_the_machine_for_a_moment_is_no_speed_of_its_disk() -> None:
+    """Of loads at 2 GB/s, one after a second in which nothing came."""
+    moments = [0.02 * i + (1.0 if i > 5 else 0.0) for i in range(12)]
+    ends = [End(moment, 40_000_000 * i) for i, moment in enumerate(moments)]
+    assert at_median(ends).bytes_per_s == pytest.approx(2e9) and at_median(ends).bytes == 440_000_000
+    assert at_median(ends[:1]) == at_median([]) == NOTHING
+    small = [End(0.1 * i, 1000 * i) for i in range(4)]  # too little for parts
+    assert at_median(small).bytes_per_s == pytest.approx(1e4)

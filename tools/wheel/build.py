@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 from tools.wheel.pythons import Python
@@ -53,6 +55,7 @@ def build(machine: str, python: Python, draft: bool = False) -> Path:
         defines |= {"PENSTOCK_KERNELS": "-O1", "CMAKE_CXX_FLAGS_RELEASE": "-O1 -DNDEBUG"}
     if ccache := shutil.which("ccache"):  # both wheels for a processor have the same kernels, nearly all of the work
         defines["CMAKE_CXX_COMPILER_LAUNCHER"] = ccache
+    zig = metadata.version("ziglang")
     settings = [f"cmake.define.{name}={value}" for name, value in defines.items()]
     settings += [f"build-dir={folder}", f"wheel.tags={tag}-linux_{machine}"]
     settings += ["wheel.py-api=cp312"] if python.stable else []
@@ -60,15 +63,17 @@ def build(machine: str, python: Python, draft: bool = False) -> Path:
     env = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # cmake and ninja
         "SETUPTOOLS_EXT_SUFFIX": suffix,
+        # ccache would go by the time of the compiler, which is a new script in each folder of builds.
+        "CCACHE_COMPILERCHECK": f"string:zig {zig} {defines['PENSTOCK_TARGET']}",
         "ZIG_GLOBAL_CACHE_DIR": os.environ.get("ZIG_GLOBAL_CACHE_DIR", str(BUILD / "zig")),
     }
     words = (word for setting in settings for word in ("-C", setting))
     flags = ("--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check", "-w", results)
     run(_environment(python), "-m", "pip", "wheel", ".", *flags, *words, env=env)
     (built,) = results.glob("*.whl")
-    # Renames it by the oldest glibc that will do, and refuses what it links and wheels may not.
-    run(sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat",
-        f"manylinux_{GLIBC.replace('.', '_')}_{machine}", "-w", dist, built,
+    # Renames it by the oldest glibc that will do, and refuses what it links and wheels may not. `auto`, because
+    # auditwheel takes names of platforms for the processor that it runs on alone.
+    run(sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--plat", "auto", "-w", dist, built,
         env={"PATH": env["PATH"]})  # fmt: skip
     wheel = max(dist.glob(f"*-{tag}-*_{machine}.whl"), key=lambda file: file.stat().st_mtime)
     for fault in faults(wheel):
@@ -89,6 +94,9 @@ def faults(wheel: Path) -> list[str]:
         names = [each.filename for each in file.infolist()]
     found = [f"{name} is missing" for name in (f"{MODEL}config.json", "penstock/py.typed", "penstock/_native.pyi")
              if name not in names]  # fmt: skip
+    oldest = min(map(int, re.findall(r"manylinux_2_(\d+)_", wheel.name)), default=None)
+    if oldest is None or oldest > int(GLIBC.partition(".")[2]):
+        found.append(f"it should run with glibc {GLIBC}")
     extensions = [name for name in names if ".so" in name]
     if len(extensions) != 1 or not extensions[0].startswith("penstock/_native."):
         found.append(f"it should have one extension, and has {', '.join(extensions) or 'none'}")
