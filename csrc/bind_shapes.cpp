@@ -185,7 +185,7 @@ void bind_shapes(nb::module_& m) {
     m.def("limits", [] {
         return std::map<std::string, int>{{"most_group", kMostGroup},     {"weight_group", kWeightGroup},
                                           {"line_columns", kLineColumns}, {"kv_group", kKvGroup},
-                                          {"page_tokens", kPageTokens},   {"sum_granules", kSumGranules},
+                                          {"page_tokens", kPageTokens},   {"sum_neurons", kSumNeurons},
                                           {"tile_rows", kTileRows}};
     });
     m.def("repack", &py_repack, "kind"_a, "from_address"_a, "row_bytes"_a, "rows"_a, "blocks"_a, "first_column"_a,

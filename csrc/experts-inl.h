@@ -179,8 +179,9 @@ inline void sum_expert(const Granules& weights, const Matrix& down, int lo, int 
             }
         }
     };
+    const int per_four = sum_granules(down.cols);
     for (int g = 0; g < weights.count; ++g) {
-        const bool begins = g % kSumGranules == 0, ends = (g + 1) % kSumGranules == 0 || g + 1 == weights.count;
+        const bool begins = g % per_four == 0, ends = (g + 1) % per_four == 0 || g + 1 == weights.count;
         // Meanwhile the same tiles of the next granule arrive: what follows these tiles is another thread's.
         const std::size_t ahead = g + 1 < weights.count ? weights.stride : 0;
         if (ahead == 0 && next != nullptr) prefetch_run(next, std::size_t(hi - lo) * down.tile_bytes());
@@ -188,7 +189,7 @@ inline void sum_expert(const Granules& weights, const Matrix& down, int lo, int 
                    begins ? nullptr : four, four);
         if (!ends) continue;
         columns([&](std::ptrdiff_t at, int count) {
-            const F before = g < kSumGranules ? f_zero() : load_some(total + at, count);
+            const F before = g < per_four ? f_zero() : load_some(total + at, count);
             store_some(total + at, f_add(before, load_some(four + at, count)), count);
         });
     }
@@ -302,7 +303,8 @@ bool experts_by_fours(Pool& pool, const ExpertsOp& op, const std::vector<Taken>&
         float* sums;     // [fours, n, D]
         int n;
     };
-    const int count = end - begin, fours = (op.per_expert + kSumGranules - 1) / kSumGranules, units = count * fours;
+    const int count = end - begin, per_four = sum_granules(op.shape.up.rows);
+    const int fours = (op.per_expert + per_four - 1) / per_four, units = count * fours;
     if (units < kFoursPerThread * pool.threads()) return false;
     const Matrix& down = op.shape.down;
     const bool same = op.t == 1;  // all experts have the same row, which is laid out once
@@ -331,7 +333,7 @@ bool experts_by_fours(Pool& pool, const ExpertsOp& op, const std::vector<Taken>&
         const auto take_next = [&] {
             const int unit = next.fetch_add(1, std::memory_order_relaxed);
             if (unit < units) {
-                prefetch_run(expert(unit / fours).data + std::size_t(unit % fours) * kSumGranules * op.stride);
+                prefetch_run(expert(unit / fours).data + std::size_t(unit % fours) * std::size_t(per_four) * op.stride);
             }
             return unit;
         };
@@ -342,11 +344,11 @@ bool experts_by_fours(Pool& pool, const ExpertsOp& op, const std::vector<Taken>&
         team.barrier();
         for (; mine < units; mine = take_next()) {
             const Work& work = works[std::size_t(mine / fours)];
-            const int four = mine % fours, lo = four * kSumGranules;
+            const int four = mine % fours, lo = four * per_four;
             Rows rows = hidden[std::size_t(team.id())].rows;
             rows.count = work.n;
             sum_four(expert(mine / fours), op.shape, work.input.rows, rows, 0,
-                     {lo, std::min(lo + kSumGranules, op.per_expert), false, false}, nullptr,
+                     {lo, std::min(lo + per_four, op.per_expert), false, false}, nullptr,
                      work.sums + std::ptrdiff_t(four * work.n) * down.rows);
         }
         team.barrier();
@@ -417,7 +419,7 @@ bool gate(Pool&, const GateOp& op) {
 
 bool experts(Pool& pool, const ExpertsOp& op) {
     const int d = op.shape.down.rows, t = op.t;
-    if (op.shape.up.rows > kGranuleRows) return false;
+    if (op.shape.up.rows > kWidestRows) return false;
     const std::vector<Taken> all = taken(op);
     if (op.starts_sum && op.outputs == nullptr) std::fill_n(op.partial, std::size_t(t) * std::size_t(d), 0.0F);
     const int count = static_cast<int>(all.size());

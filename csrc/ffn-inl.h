@@ -12,7 +12,8 @@ namespace {
 // nothing, if all values are 0.
 bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
                const Rows& to, int nth, const Zeros& zeros = {}) {
-    alignas(64) float values[kHiddenRows * kGranuleRows], gates[kHiddenRows * kGranuleRows];
+    alignas(64) float values[kHiddenRows * kWidestRows], gates[kHiddenRows * kWidestRows];
+    const int apart = spaced(shape.up);
     const bool gated = shape.gate.rows > 0;
     const int groups = std::max(1, shape.down.groups());
     for (int row0 = 0; row0 < h.count; row0 += kHiddenRows) {
@@ -25,7 +26,7 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
             prefetch_run(next);
         }
         for (int row = row0; row < end; ++row) {
-            float *const x = values + (row - row0) * kGranuleRows, *const gate = gates + (row - row0) * kGranuleRows;
+            float *const x = values + (row - row0) * apart, *const gate = gates + (row - row0) * apart;
             for (int i = 0; gated && i < shape.up.rows; i += kTileRows) {
                 f_store(x + i, times_gate(shape.activation, f_load(gate + i), f_load(x + i)));
             }
@@ -125,7 +126,7 @@ void fold_fours(const Team& team, const Fours& fours, int begin, int count, cons
 bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
     const FfnShape& shape = op.shape;
     const Granules& weights = op.weights;
-    const Fours fours(op.sum, 0, weights.count, weights.count);
+    const Fours fours(op.sum, shape, 0, weights.count, weights.count);
     const Zeros zeros = zeros_of(op);
     const int t = op.t, d = shape.width();
     const std::size_t sum_bytes = std::size_t(t) * std::size_t(d) * sizeof(float);
@@ -219,8 +220,8 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     Input input;
     if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
     // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
-    constexpr int kMostGranules = 64;
-    int block = std::min(weights.count, kMostGranules);
+    constexpr int kMostNeurons = 4096;
+    int block = std::min(weights.count, std::max(1, kMostNeurons / op.shape.up.rows));
     Prepared prepared;
     for (; block > 0; block = block > 1 ? block / 2 : 0) {
         Scratch left = scratch;
@@ -243,7 +244,7 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
                               zeros.at(row0, begin + i));
                 }
                 team.barrier();
-                sum_columns(team, weights, down, hidden, Fours(op.sum, begin, end, weights.count), row0);
+                sum_columns(team, weights, down, hidden, Fours(op.sum, op.shape, begin, end, weights.count), row0);
             }
         }
     });
@@ -254,7 +255,8 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const FfnShape& shape = op.shape;
     const FfnSum& sum = op.sum;
     const bool in_two_steps = op.values != nullptr || op.biases != 0;
-    if (shape.up.rows > kGranuleRows || (in_two_steps && (op.t > kFewRows || !shape.down.by_row()))) return false;
+    if (shape.up.rows > (shape.down.by_row() ? kGranuleRows : kWidestRows)) return false;
+    if (in_two_steps && (op.t > kFewRows || !shape.down.by_row())) return false;
     if (op.biases != 0 && !shape.by_records()) return false;
     const std::size_t down_bytes = shape.down.by_row() ? neuron_bytes(shape) : bytes_of(shape.down);
     const std::size_t in_tiles =
@@ -264,7 +266,7 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const auto many = shape.down.by_row() ? neurons_many : ffn_many;
     if (!(op.t <= kFewRows ? ffn_few : many)(pool, op, cost)) return false;
     // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
-    const Fours fours(sum, 0, op.weights.count, op.weights.count);
+    const Fours fours(sum, shape, 0, op.weights.count, op.weights.count);
     if (sum.starts_sum && fours.count == 1 && sum.keeps) {
         std::fill_n(sum.partial, std::size_t(op.t) * std::size_t(shape.width()), 0.0F);
     }

@@ -4,8 +4,8 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Granules [lo, hi) of a call that belong to one four of the layer. `continues`: granules before these began the sum of
-// the four. `keeps`: granules after these complete it.
+// Granules [lo, hi) of a call that belong to one four of the layer: kSumNeurons neurons, of which a granule mostly has
+// a quarter. `continues`: granules before these began the sum of the four. `keeps`: granules after these complete it.
 struct Four {
     int lo, hi;
     bool continues, keeps;
@@ -16,19 +16,20 @@ struct Four {
 // call, or at the call's own ends into neighbouring units. `FfnSum` says whether they do the latter.
 struct Fours {
     const FfnSum& sum;
-    int begin, end, all, first, count;
-    Fours(const FfnSum& s, int from, int to, int granules)
+    int begin, end, all, per_four, first, count;
+    Fours(const FfnSum& s, const FfnShape& shape, int from, int to, int granules)
         : sum(s),
           begin(from),
           end(to),
           all(granules),
-          first((s.granule + from) / kSumGranules),
-          count((s.granule + to - 1) / kSumGranules - first + 1) {}
+          per_four(sum_granules(shape.up.rows)),
+          first((s.granule + from) / per_four),
+          count((s.granule + to - 1) / per_four - first + 1) {}
     // Whether four i is the call's first, and so the first addend of `partial`. Where granules come in blocks, a block
     // may end within it.
-    bool starts(int i) const { return sum.starts_sum && first + i == sum.granule / kSumGranules; }
+    bool starts(int i) const { return sum.starts_sum && first + i == sum.granule / per_four; }
     Four at(int i) const {
-        const int lo = (first + i) * kSumGranules - sum.granule, hi = lo + kSumGranules;
+        const int lo = (first + i) * per_four - sum.granule, hi = lo + per_four;
         const bool at_start = begin == 0 && i == 0, at_end = end == all && i == count - 1;
         return {std::max(lo, begin), std::min(hi, end), at_start ? sum.continues : lo < begin,
                 at_end ? sum.keeps : hi > end};
@@ -37,7 +38,8 @@ struct Fours {
 
 // What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`: where
 // it notes which neurons fired, from its first row and its first neuron on (null: nowhere), rows `stride` bytes apart.
-// `active`: which neurons are active, likewise (null: all). `level`: what is below it counts as 0.
+// `active`: which neurons are active, likewise (null: all). `level`: what is below it counts as 0. `per_granule`:
+// neurons of a granule.
 struct Zeros {
     bool skips = false;
     std::uint8_t* fired = nullptr;
@@ -45,13 +47,15 @@ struct Zeros {
     const std::uint8_t* active = nullptr;
     std::ptrdiff_t active_stride = 0;
     float level = 0;
+    int per_granule = kGranuleRows;
 
     // From a later row and granule on.
     Zeros at(int row, int granule) const {
-        const std::ptrdiff_t neuron = std::ptrdiff_t(granule) * kGranuleRows;
+        const std::ptrdiff_t neuron = std::ptrdiff_t(granule) * per_granule;
         return {skips,         fired ? fired + row * stride + neuron : nullptr,
                 stride,        active ? active + row * active_stride + neuron : nullptr,
-                active_stride, level};
+                active_stride, level,
+                per_granule};
     }
     // Notes `count` neurons of a granule in one row. `values`: what their activation gave.
     void note(int row, const float* values, int count) const {
@@ -79,7 +83,8 @@ struct Zeros {
     }
 };
 inline Zeros zeros_of(const FfnOp& op) {
-    return Zeros{op.skips, op.fired, op.fired_stride, op.active, op.active_stride, op.level}.at(0, op.sum.granule);
+    return Zeros{op.skips, op.fired, op.fired_stride, op.active, op.active_stride, op.level, spaced(op.shape.up)}.at(
+        0, op.sum.granule);
 }
 
 // Whether `count` (a multiple of 16) numbers are all 0. NaN is not 0.
@@ -89,8 +94,8 @@ bool all_zero(const float* x, int count) {
     return i_max_of(most) == 0;
 }
 
-// out [end - row0, kGranuleRows] = rows [row0, end) of h · a block in tiles of one granule, plus the bias at byte
-// `bias` of the granule (0: none).
+// out [end - row0, spaced(m)] = rows [row0, end) of h · a block in tiles of one granule, plus the bias at byte `bias`
+// of the granule (0: none).
 void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule, const Rows& h, int row0, int end,
                   float* out) {
     const Cuts cuts(m, h.count);
@@ -100,19 +105,20 @@ void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule
             if (bias != 0) {
                 y = f_add(y, load_some(reinterpret_cast<const float*>(granule + bias) + at, m.rows - at));
             }
-            f_store(out + (row - row0) * kGranuleRows + at, y);
+            f_store(out + (row - row0) * spaced(m) + at, y);
         };
         tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
     }
 }
 
-// out [end - row0, kGranuleRows] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not
-// active. Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile.
-// For what is activated in tiles.
+// out [end - row0, spaced(up)] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not active.
+// Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile. For what
+// is activated in tiles.
 bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h, int row0,
           int end, const Zeros& zeros, float* out) {
+    const int apart = spaced(shape.up);
     if (!zeros.any_active(row0, end, shape.up.rows)) {
-        std::fill_n(out, std::ptrdiff_t(end - row0) * kGranuleRows, 0.0F);
+        std::fill_n(out, std::ptrdiff_t(end - row0) * apart, 0.0F);
         for (int row = row0; row < end; ++row) zeros.note(row, out, shape.up.rows);
         return false;
     }
@@ -120,7 +126,7 @@ bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t
     prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
     bool any = false;
     for (int row = row0; row < end; ++row) {
-        float* const x = out + (row - row0) * kGranuleRows;
+        float* const x = out + (row - row0) * apart;
         activate(shape.activation, x, nullptr, x, shape.up.rows);
         zeros.keep_counting(row, x, shape.up.rows);
         zeros.note(row, x, shape.up.rows);

@@ -45,7 +45,10 @@ F load_some(const float* from, int count) {
 
 // ---- activations of a call -----------------------------------------------------------------------------------------
 
-constexpr int kGranuleRows = 64;  // the most neurons of a granule
+constexpr int kGranuleRows = 64;  // the most neurons of a granule whose neurons have rows of their own
+constexpr int kWidestRows = 256;  // and of one in tiles
+// Floats from one row's values of a granule's neurons to the next row's.
+inline int spaced(const Matrix& up) { return std::max(kGranuleRows, up.rows); }
 static_assert(kHiddenRows % kWideRows == 0, "whole panels");
 static_assert(kFewRows <= kMostFewRows, "scratch is sized for so many");
 

@@ -9,6 +9,7 @@
 // share a call, on the number of threads, or on where units are cut.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -110,8 +111,9 @@ struct FfnShape {
 
 // Where the sums of an FFN go. Granules are summed by fours, counted from the layer's first granule. Then the fours are
 // summed. Both sums go upwards. So a thread can take a whole four, whose bytes lie in one run, and neither the number
-// of threads nor the cuts of units change a bit.
-constexpr int kSumGranules = 4;  // SUM_GRANULES of spec/parts.py
+// of threads nor the cuts of units change a bit. A four has 256 neurons: of wide granules it has two, or one.
+constexpr int kSumNeurons = 256;  // SUM_NEURONS of spec/parts.py
+constexpr int sum_granules(int neurons) { return std::max(1, kSumNeurons / std::max(64, neurons)); }
 
 struct FfnSum {
     float *partial, *pending;  // [T, D]; `pending` holds the sum of a four that is cut by units

@@ -17,7 +17,7 @@ constexpr int kTogether = 8;
 // Bytes that are fetched ahead of the rows that are read side by side, in these rows first. Those of the next kTogether
 // rows instead (64 KB of float16) left the first cache before they were read, and took 1.3 times as long.
 constexpr std::size_t kFetchedBytes = 8192;
-constexpr int kFourNeurons = kSumGranules * kGranuleRows;
+constexpr int kFourNeurons = kSumNeurons;
 
 inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
 inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, int neuron) {

@@ -208,7 +208,7 @@ bool neurons_many(Pool& pool, const FfnOp& op, std::size_t cost) {
                 for (int i = lo; i < hi; ++i) value_neurons(op, begin + i, x, row0, values[std::size_t(i)]);
                 team.barrier();
                 if (team.id() >= busy) continue;
-                const Fours fours(op.sum, begin, end, weights.count);
+                const Fours fours(op.sum, op.shape, begin, end, weights.count);
                 const int step = std::min(team.size(), busy) * kSumColumns;
                 for (int column = team.id() * kSumColumns; column < op.shape.width(); column += step) {
                     sum_values(op, fours, values, column, row0, x.count,

@@ -56,11 +56,17 @@ inline std::size_t project_scratch(const Matrix& m, int t) { return input_scratc
 
 inline std::size_t out_scratch(const Matrix& m, int granules, int t) { return input_scratch(m, granules, t); }
 
+// Fours that a unit of so many granules has, if it begins with one.
+inline int fours_of(const FfnShape& shape, int granules) {
+    const int per_four = sum_granules(shape.up.rows);
+    return (granules + per_four - 1) / per_four;
+}
+
 // Where neurons lie apart. Many rows: a sum of kSumColumns for each row and thread, and of each granule the values of
 // its neurons and which rows they are of.
 inline std::size_t neurons_scratch(const FfnShape& shape, int granules, int t) {
     const int few = std::min(t, kMostFewRows);
-    const int fours = std::min(kScratchFours, (granules + kSumGranules - 1) / kSumGranules);
+    const int fours = std::min(kScratchFours, fours_of(shape, granules));
     const std::size_t sums = scratch_aligned(4 * std::size_t(fours) * std::size_t(few) * std::size_t(shape.width()));
     const std::size_t kept = std::min(std::size_t(granules), kValueGranules), neurons = std::size_t(shape.up.rows);
     std::size_t most = 0;
@@ -79,7 +85,7 @@ inline std::size_t neurons_scratch(const FfnShape& shape, int granules, int t) {
 inline std::size_t ffn_scratch(const FfnShape& shape, int granules, int t) {
     if (shape.down.by_row()) return neurons_scratch(shape, granules, t);
     const int few = std::min(t, kMostFewRows);
-    const int fours = std::min(kScratchFours, (granules + kSumGranules - 1) / kSumGranules);
+    const int fours = std::min(kScratchFours, fours_of(shape, granules));
     std::size_t most = 0;
     for (const bool exact : {true, false}) {
         const int rows = chunk_rows(shape.up, 1, t, exact);

@@ -207,7 +207,7 @@ class Norm:
 
 def limits() -> dict[str, int]:
     """Of formats, as spec/format.py has them: "most_group", "weight_group", "kv_group" (columns), "page_tokens",
-    "sum_granules", "tile_rows"."""
+    "sum_neurons", "tile_rows"."""
 
 # Bytes of scratch that an op wants for calls of at most `rows` rows on as many as 8 threads: with them it is as fast as
 # it can be. `count`: granules of a call, the first of which begins a four.

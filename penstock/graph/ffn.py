@@ -12,7 +12,6 @@ from penstock.graph.batch import Batch
 from penstock.graph.calls import Calls
 from penstock.graph.scratch_gpu import FEW_ROWS
 from penstock.graph.tasks import Slot
-from penstock.spec.parts import SUM_GRANULES
 from penstock.spec.places import HOST, Executor, is_device
 
 
@@ -110,4 +109,4 @@ class FfnCalls:
         unit, neighbour = units[u], units[other]
         if neighbour.part != unit.part or neighbour.executor(purpose) != unit.executor(purpose):
             return False
-        return max(unit.lo, neighbour.lo) % SUM_GRANULES != 0
+        return max(unit.lo, neighbour.lo) % self._layout.parts[unit.part].sum_granules != 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from penstock.spec.blocks import GROUP
 from penstock.spec.format import Format
 from penstock.spec.model import Attention
-from penstock.spec.parts import SUM_GRANULES, Block, Part
+from penstock.spec.parts import Block, Part
 from penstock.units import KIB, round_up
 
 _ALIGN = 64
@@ -37,7 +37,7 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
     if part.by_neurons:
         return _neurons_bytes(part, granules, rows)
     up, down = part.block("up"), part.block("down")
-    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
+    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // part.sum_granules))
     sums = round_up(4 * fours * few * down.rows, _ALIGN)
     need = 0
     for exact in (True, False):
@@ -50,7 +50,7 @@ def ffn_bytes(part: Part, granules: int, rows: int) -> int:
 def _neurons_bytes(part: Part, granules: int, rows: int) -> int:
     """Of an FFN that lies neuron by neuron."""
     first, neurons = part.blocks[0], part.granule_rows
-    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // SUM_GRANULES))
+    few, fours = min(rows, _FEW_ROWS), min(_FOURS, -(-granules // part.sum_granules))
     sums, need = round_up(4 * fours * few * part.width, _ALIGN), 0
     for exact in (True, False):
         chunk = _chunk_rows(first, 1, rows, exact)

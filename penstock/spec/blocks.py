@@ -10,8 +10,8 @@ matrix takes the bytes that it takes there. A tile is a sequence of blocks of S 
     a group:   | lines of low bits | lines of high bits |
 
     S is the largest divisor that C has in common with 64 (formats with a header for each 32 columns), 128 (formats of
-    folders) or 256 (the others). So where C is less than that, as the 64 columns of a granule of `down`, the header is
-    repeated for each S.
+    folders) or 256 (the others). So where C is less than that, as in `down` of a model with ReLU, whose granules have
+    64 columns, or in `o` with 128 columns for a KV head's queries, the header is repeated for each S.
 
 A line is a word of 4 bytes of each row. Columns 4l + b of a group, l = 0 … 7, are byte b of these words:
 

@@ -25,7 +25,8 @@ has a 16-bit float scale and minimum:
     value = code * scale + minimum          code: 4 or 8 bits, unsigned; columns beyond C have code 0
 
 A group of more than C columns has C of them (rounded up to a multiple of 8): int4 with groups of 128 has groups of 64
-in `down`, whose granules have 64 columns.
+in `down` where granules have 64 columns, as in models with ReLU. Elsewhere granules have 128 or 256
+(`spec.parts.ffn_width`).
 
     a tile:   | group 0 | group 1 |  …  | group G-1 |
     a group:  | lines of codes | scales float16 [16] | minimums float16 [16] |
@@ -165,7 +166,7 @@ class Format:
 
     def within(self, cols: int) -> Format:
         """The format, in tiles, of a matrix with so many columns: a group ends where the matrix does. So groups of 128
-        are groups of 64 in a granule of `down`. (A block of `spec.blocks` is cut by `Blocks.span`.)"""
+        are groups of 64 in a granule of 64 columns of `down`. (A block of `spec.blocks` is cut by `Blocks.span`.)"""
         if not self.is_quantised or self.in_blocks or self.group <= cols:
             return self
         return Format(self.kind, round_up(cols, WEIGHT_GROUP))

@@ -7,7 +7,7 @@ rows; vectors and learned positions lie row by row (`spec.format`):
 
     N.attn      a granule is one KV head:       q [G*E, D] | k [E, D] | v [E, D] | o [D, G*E] | biases
                 (where all heads are normed together, or o has an order, a granule is all of them)
-    N.ffn       a granule is 64 neurons:        gate [64, D] | up [64, D] | down [D, 64] | biases
+    N.ffn       a granule is 64 neurons (*):    gate [64, D] | up [64, D] | down [D, 64] | biases
                 or, of ReLU models, where weights are packed neuron by neuron:
                                                 gate [64, D] | 64 records: up [D] | down [D] | biases
                                                 without a gate: up [64, D] | 64 records: down [D] | biases
@@ -22,6 +22,9 @@ rows; vectors and learned positions lie row by row (`spec.format`):
                                                 orders: the column of the input that each column of a matrix multiplies
     edges       one granule, float:             the model's ends: final norm, learned positions, projections
 
+(*) 128 or 256 where `down`, whose rows are cut by granules, takes fewer bytes so: its format has a scale for more than
+64 columns, or headers for 256 (`ffn_width`).
+
 The stride is a multiple of 4096 bytes, so every range of granules is one aligned direct read. A last granule with fewer
 rows (172 neurons: 64 + 64 + 44) is padded with zeros. The activation of 0 is 0, so padding adds nothing to a result.
 """
@@ -35,11 +38,12 @@ from types import MappingProxyType
 
 from penstock.errors import BadRequest
 from penstock.spec.format import FLOAT32, Format, Kinds, Share
-from penstock.spec.model import Ffn, Layer, ModelSpec, Routed
+from penstock.spec.model import RELUS, Ffn, Layer, ModelSpec, Routed
 from penstock.units import round_up
 
 GRANULE_ROWS = 64
-SUM_GRANULES = 4  # granules of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
+WIDE_ROWS = (GRANULE_ROWS, 128, 256)  # neurons that a granule may have
+SUM_NEURONS = 256  # neurons of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
 # Kinds of parts that always stay where activations are: every step reads them, and they are under 1 % of a model.
 PINNED = ("norms", "router", "edges")
 FFNS = ("ffn", "shared", "experts")  # kinds of parts that are neurons
@@ -101,6 +105,11 @@ class Part:
     def __post_init__(self) -> None:
         kinds = {b.format.kind for b in self.blocks if b.tiled or b.stride} or {b.format.kind for b in self.blocks[:1]}
         object.__setattr__(self, "_kind", kinds.pop() if len(kinds) == 1 else "")
+
+    @property
+    def sum_granules(self) -> int:
+        """Of an FFN: how many granules are summed before they are added to the rest."""
+        return SUM_NEURONS // self.granule_rows
 
     @property
     def expert_granules(self) -> int:
@@ -259,8 +268,24 @@ def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[
     return [*ffn_parts, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
 
 
+def ffn_width(f: Ffn, d: int, formats: Mapping[str, Format]) -> int:
+    """Neurons of a granule of an FFN in tiles whose matrices have these formats: as many as cost the fewest bytes, the
+    fewest of equals. Where activations are zeros it is 64, for only whole granules can be left out."""
+    if f.activation in RELUS:
+        return GRANULE_ROWS
+    names = ("gate", "up") if f.gated else ("up",)
+
+    def nbytes(n: int) -> int:
+        down = formats["down"].within(n).matrix_bytes(d, n)
+        return -(-f.neurons // n) * (down + sum(formats[name].within(d).matrix_bytes(n, d) for name in names))
+
+    return min(WIDE_ROWS, key=nbytes)
+
+
 def _ffn_part(i: int, kind: str, f: Ffn, d: int, weights: Format, experts: int = 1) -> Part:
-    n, key = GRANULE_ROWS, f"{i}.{kind}"
+    key = f"{i}.{kind}"
+    in_rows = weights.neurons and kind == "ffn"
+    n = GRANULE_ROWS if in_rows else ffn_width(f, d, {name: weights.of(key, name) for name in ("gate", "up", "down")})
     shapes = [_matrix("gate", n, d, weights.of(key, "gate"))] if f.gated else []
     if weights.records and kind == "ffn":
         shapes = [(name, n, d, weights, False) for name in (*(["gate"] if f.gated else []), "up", "down")]

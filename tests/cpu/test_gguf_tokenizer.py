@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,16 @@ AS_TRAINED: dict[str, tuple[list[Any], bool]] = {
     ),
     "bloom": ([*isolated(r" ?[^(\s|[.,!?…。，、।۔،])]+"), BYTES], False),
     "viking": ([*isolated(r" ?[^(\s|[.,!?…。，、।۔،])]+"), DIGITS, BYTES], False),
+    "deepseek-llm": (
+        [
+            *isolated(
+                r"[\r\n]", PRE_TOKENIZERS["deepseek-llm"].patterns[1], r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN,
+            ),
+            DIGITS, BYTES,
+        ],
+        False,
+    ),
+    "default": ([*isolated(*PRE_TOKENIZERS["default"].patterns), BYTES], False),  # llama.cpp's fallback: no model's own
 }  # fmt: skip
 
 
@@ -165,9 +176,7 @@ def test_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
 
 
 def test_every_kind_that_is_claimed_is_tested() -> None:
-    """The other two are llama.cpp's fallback, and one whose cut is its own: cuts of another library stand for these."""
-    tested = {PRE_TOKENIZERS[name] for name in [*AS_TRAINED, "default", "deepseek-llm"]}
-    assert set(PRE_TOKENIZERS.values()) == tested
+    assert set(PRE_TOKENIZERS.values()) == {PRE_TOKENIZERS[name] for name in AS_TRAINED}
 
 
 def by_pattern(text: str, patterns: Sequence[str]) -> list[str]:
@@ -238,13 +247,20 @@ def test_merges_by_score_of_texts_that_repeat(pieces: list[tuple[str, int]]) -> 
     assert ids(tokenizer, [text]) == [by_scores(text, vocab)]
 
 
+HAS_LLAMA_CPP = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="llama-cpp-python (extra bench) is not installed"
+)
+
+
 def by_llama_cpp(file: Path, texts: Sequence[str]) -> list[list[int]]:
     """Ids by llama.cpp. Special tokens in a text are tokens, as in `tokenizers`."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python (extra bench) is not installed")
+    import llama_cpp
+
     theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
     return [theirs.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
 
 
+@HAS_LLAMA_CPP
 @pytest.mark.parametrize("name", sorted(p.name for p in SEEN.glob("*.gguf")))
 def test_llama_cpp_itself(name: str) -> None:
     """Ten thousand lines of each real vocabulary: the ids of the same file by llama.cpp."""
@@ -254,11 +270,13 @@ def test_llama_cpp_itself(name: str) -> None:
     assert not wrong, wrong[:3]
 
 
-@pytest.mark.parametrize("pre", AS_TRAINED)
+@HAS_LLAMA_CPP
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_llama_cpp_of_tokenizers_trained_here(tmp_path: Path, pre: str) -> None:
-    """Of every kind of cut that was trained here."""
-    metadata = metadata_of(trained_here(pre), pre, tmp_path / "a.gguf")
-    texts = [line[:160] for line in lines()[::4]]
+    """Ten thousand lines of every name that is claimed, with a vocabulary that was trained with its kind of cut."""
+    kind = next(name for name in AS_TRAINED if PRE_TOKENIZERS[name] == PRE_TOKENIZERS[pre])
+    metadata = metadata_of(trained_here(kind), pre, tmp_path / "a.gguf")
+    texts = [line[:160] for line in lines()]
     expected, found = by_llama_cpp(tmp_path / "a.gguf", texts), ids(core(metadata), texts)
     wrong = [each for each in zip(texts, expected, found, strict=True) if each[1] != each[2]]
     assert not wrong, wrong[:3]

@@ -24,7 +24,7 @@ from penstock.spec.format import (
     parse_format,
 )
 from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
-from penstock.spec.parts import SUM_GRANULES, Block, Part, parts
+from penstock.spec.parts import SUM_NEURONS, Block, Part, parts
 
 ISAS = list(cpu.available())
 COMPUTE = {isa: _native.Compute(isa, 8) for isa in ISAS}
@@ -37,7 +37,7 @@ ROWS = st.sampled_from([1, 2, 3, 5, 8, 9, 47, 48, 49, 100, 513])
 def test_the_limits_of_formats_are_the_kernels_own() -> None:
     assert _native.limits() == {
         "most_group": MOST_GROUP, "weight_group": WEIGHT_GROUP, "kv_group": KV_GROUP, "page_tokens": PAGE_TOKENS,
-        "sum_granules": SUM_GRANULES, "tile_rows": TILE_ROWS, "line_columns": LINE_COLUMNS,
+        "sum_neurons": SUM_NEURONS, "tile_rows": TILE_ROWS, "line_columns": LINE_COLUMNS,
     }  # fmt: skip
     for group in (WEIGHT_GROUP, MOST_GROUP):
         assert _native.Matrix(16, 64, "int4", group, 0).tiles == 1

@@ -22,7 +22,7 @@ from penstock.planner.firing import measured
 from penstock.serve import firing_rates, profiling
 from penstock.spec.format import parse_format
 from penstock.spec.model import Ffn
-from penstock.spec.parts import SUM_GRANULES, Part, _ffn_part
+from penstock.spec.parts import Part, _ffn_part
 from penstock.spec.profile import dumps
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed, read_config
@@ -84,7 +84,7 @@ def run(
         on.ffn(
             weights=weights[lo:].ctypes.data, count=hi - lo, stride=part.granule_bytes, shape=shape, h=h.ctypes.data,
             t=t, partial=partial.ctypes.data, pending=pending.ctypes.data, granule=lo, starts_sum=lo == 0,
-            continues_four=lo % SUM_GRANULES != 0, leaves_four=hi % SUM_GRANULES != 0 and hi < part.granules,
+            continues_four=lo % part.sum_granules != 0, leaves_four=hi % part.sum_granules != 0 and hi < part.granules,
             skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1],
             level=level, active=0 if active is None else active.ctypes.data,
             active_stride=0 if active is None else active.shape[1], exact=True, values=0, biases=0, bias_stride=0,

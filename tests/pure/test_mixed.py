@@ -83,7 +83,8 @@ def test_bytes_are_those_of_each_format() -> None:
     by_key = {part.key: part for part in parts(SPEC, MIXTURE)}
     assert by_key["0.attn"].block("v").nbytes == 64 * 210 and by_key["1.attn"].block("v").nbytes == 64 * 144
     assert by_key["1.attn"].block("o").nbytes == 256 * 76  # 128 columns of a KV head: 4.75 bits a weight
-    assert by_key["1.ffn"].block("down").nbytes == 256 * 40  # 64 neurons: 5.0
+    # 4.5 bits a weight, as in the file.
+    assert by_key["1.ffn"].granule_rows == 256 and by_key["1.ffn"].block("down").nbytes == 256 * 144
 
 
 def test_plans_and_packed_models_keep_the_table() -> None:

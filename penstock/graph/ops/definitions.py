@@ -158,7 +158,8 @@ class Out(NamedTuple):
 
 
 class Ffn(NamedTuple):
-    """partial (+)= FFN over the unit's neurons, SUM_GRANULES of its layer's granules at a time: a four.
+    """partial (+)= FFN over the unit's neurons, SUM_NEURONS of its layer's at a time: a four of granules, or fewer
+    wide ones.
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
     unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons

@@ -24,7 +24,7 @@ from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.kernels.gpu.widen import typed, word_bytes
 from penstock.spec.format import tiles
 from penstock.spec.model import Routed, Router
-from penstock.spec.parts import PAGE_BYTES, Block, Part
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Block, Part
 
 _SMALLEST_SUM = 1e-20  # as in the reference
 # A block has up to _BLOCK_PAIRS pairs of an expert. A program multiplies it with _BLOCK_COLUMNS columns at a time, of
@@ -239,9 +239,9 @@ def _by_pairs(
             words, halves, floats, h, order, blocks, hidden, *scalars, *strides, *both, *hidden_of,
             **_block_walk(up, kernels),
         )  # fmt: skip
-        expert_kernels.block_down_kernel[(len(blocks), -(-down.rows // part.granule_rows))](
+        expert_kernels.block_down_kernel[(len(blocks), -(-down.rows // GRANULE_ROWS))](
             words, halves, hidden, order, blocks, outputs, *scalars, *down_strides, *both, *down_of,
-            COLUMNS=part.granule_rows, **_block_walk(down, kernels),
+            COLUMNS=GRANULE_ROWS, **_block_walk(down, kernels),
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from penstock.kernels.reference.matrix import (
     widen_plain,
 )
 from penstock.spec.model import SWIGLU_LIMIT, Ffn, Layer, ModelSpec, Norm
-from penstock.spec.parts import SUM_GRANULES, Part
+from penstock.spec.parts import Part
 
 
 def gather(weights: Bytes, part: Part, tokens: NDArray[np.int32], rows: Float32) -> None:
@@ -138,9 +138,9 @@ def _erf(x: Float32) -> Float32:
 
 
 class FfnSum(NamedTuple):
-    """Where an FFN's sums go. Granules are summed by fours (SUM_GRANULES, counted from the layer's first granule), then
-    the fours are. `first`: this call is the first addend of `partial`. `pending`: the sum of a four that is not
-    complete. `continues`: the call before left one there. `keeps`: this call leaves one."""
+    """Where an FFN's sums go. Granules are summed by fours (`Part.sum_granules` of them, counted from the layer's first
+    granule), then the fours are. `first`: this call is the first addend of `partial`. `pending`: the sum of a four that
+    is not complete. `continues`: the call before left one there. `keeps`: this call leaves one."""
 
     partial: Float32  # [T, D]
     pending: Float32  # [T, D]
@@ -179,7 +179,7 @@ def ffn(
     t, width, start = h.shape[0], part.granule_rows, scratch.mark()
     for g, granule in enumerate(weights, lo):
         scratch.rewind(start)
-        if g % SUM_GRANULES == 0 or (g == lo and not out.continues):
+        if g % part.sum_granules == 0 or (g == lo and not out.continues):
             out.pending[...] = 0
         up = scratch.take((t, width))
         (multiply_neurons if part.block("up").stride else multiply)(h, granule, part.block("up"), up, scratch)
@@ -206,7 +206,7 @@ def ffn(
         else:
             multiply(up, granule, part.block("down"), out.pending, scratch, add=True)
         last = g == lo + len(weights) - 1
-        if ((g + 1) % SUM_GRANULES == 0 or last) and not (last and out.keeps):
+        if ((g + 1) % part.sum_granules == 0 or last) and not (last and out.keeps):
             out.partial[...] += out.pending
     scratch.rewind(start)
 

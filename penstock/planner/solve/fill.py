@@ -17,7 +17,7 @@ from penstock.planner.sizes import page_tokens, shared_tokens
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.parts import FFNS, PAGE_BYTES, SUM_GRANULES, Part, predictor_part
+from penstock.spec.parts import FFNS, PAGE_BYTES, Part, predictor_part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -143,7 +143,7 @@ def _steps(part: Part, unit_bytes: int) -> tuple[int, int]:
     per_unit = max(1, unit_bytes // part.least_bytes) * least
     if least > 1:
         return per_unit, least
-    return per_unit, SUM_GRANULES if part.kind in FFNS and per_unit >= 4 * SUM_GRANULES else 1
+    return per_unit, part.sum_granules if part.kind in FFNS and per_unit >= 4 * part.sum_granules else 1
 
 
 @lru_cache(maxsize=1024)  # the layers of a model are alike, and so are many of its plans

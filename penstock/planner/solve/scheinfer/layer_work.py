@@ -25,7 +25,7 @@ from penstock.planner.shares import all_of
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import RING_BYTES, device_skeleton
 from penstock.spec.model import Layer
-from penstock.spec.parts import GRANULE_ROWS, Part
+from penstock.spec.parts import GRANULE_ROWS, WIDE_ROWS, Part
 from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 
 _SLICES = 3  # GG, CG and CC, which the FFN of a lowered plan has in equal shares
@@ -178,8 +178,10 @@ def _learn(
 ) -> LayerLines:  # fmt: skip
     """Learns a layer's seconds by lowering one such layer, and two."""
     ffn, cost = layer.ffns[0], problem.cost
-    granules = -(-ffn.neurons // GRANULE_ROWS)
-    wide = replace(layer, ffn=replace(ffn, neurons=max(ffn.neurons, _SLICES * GRANULE_ROWS)))
+    rows = replace(problem, spec=replace(problem.spec, layers=(layer,))).of_kind("ffn")[0].granule_rows
+    granules = -(-ffn.neurons // rows)
+    least = _SLICES * (rows if rows == GRANULE_ROWS else WIDE_ROWS[-1])  # more neurons may have wider granules
+    wide = replace(layer, ffn=replace(ffn, neurons=max(ffn.neurons, least)))
     one, two = (_sums(problem, (wide,) * count, step, attends, kv_away, delegates) for count in (1, 2))
 
     def line(lane: Lane, home: Tier) -> SliceTime:

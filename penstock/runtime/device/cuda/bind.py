@@ -20,7 +20,7 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
-from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
+from penstock.spec.parts import Part, norm_before
 from penstock.spec.plan import Plan
 
 
@@ -156,7 +156,7 @@ class TorchBinding:
         t, unit = _batch(call).total_rows, self._plan.units[call.unit]
         part, active = self._parts[unit.part], self._active(op.active[0], t) if op.active else None
         if active is not None:
-            active = active[:, unit.lo * GRANULE_ROWS : unit.hi * GRANULE_ROWS]
+            active = active[:, unit.lo * part.granule_rows : unit.hi * part.granule_rows]
         dense.ffn(
             self._granules(op.weights, part), part, self._spec.layers[op.layer].ffns[-1], self._rows(op.h, t),
             self._rows(op.partial, t), op.starts_sum, self._kernels, self._scratch(op.scratch), op.skips, active,
