@@ -36,7 +36,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import GPU
+from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
@@ -199,7 +199,7 @@ def measure(
         "peak_device_bytes": answers[-1].peak_device_bytes,
         "planned_device_bytes": plan.tier_bytes()[GPU.executor],
         "peak_host_bytes": answers[-1].peak_host_bytes,
-        "planned_host_bytes": plan.tier_bytes()["host"],
+        "planned_host_bytes": plan.tier_bytes()[HOST],
         "bytes_there": there,
         "bytes_lifted": crosses,
         "ceilings": limits,

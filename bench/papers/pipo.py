@@ -31,7 +31,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.parts import FFNS, head_key, parts
-from penstock.spec.places import GPU
+from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.units import GIB
 
@@ -137,7 +137,7 @@ def predicted(row: Published, traits: Traits) -> Predicted | None:
         "ttft_s": speeds.ttft_s,
         "decode_s": speeds.step_s,
         "device_gb": speeds.tier_bytes[GPU.executor] / 1e9,
-        "host_gb": (speeds.tier_bytes["host"] + _system_bytes(policy.machine)) / 1e9,
+        "host_gb": (speeds.tier_bytes[HOST] + _system_bytes(policy.machine)) / 1e9,
     }[row.metric]
     notes = _assumed(row)
     if share < policy.share:
@@ -244,7 +244,7 @@ def _speedup(row: Published, traits: Traits) -> Predicted:
                 )
                 for order, system in (("overlapped", mine), ("flexgen", flexgen))
             )  # fmt: skip
-            if home != "host" or simulated(ours)[0].tier_bytes["host"] <= machine_of(row.machine).tier("host").bytes:
+            if home != "host" or simulated(ours)[0].tier_bytes[HOST] <= machine_of(row.machine).tier(HOST).bytes:
                 found.append(throughput(ours) / throughput(theirs))
     value = max(found) if "most" in row.setting else statistics.mean(found)
     found_of = explained(row, value, None, f"{len(found)} policies at batch {batch}")
@@ -279,7 +279,7 @@ def _utilisation(row: Published, traits: Traits) -> Predicted:
 
 def _system_bytes(machine: str) -> int:
     """What the machine file leaves to the system: the paper's figures are the whole machine's (16.57 GB of 17.18)."""
-    return _HOST_BYTES[machine] - machine_of(machine).tier("host").bytes
+    return _HOST_BYTES[machine] - machine_of(machine).tier(HOST).bytes
 
 
 def _assumed(row: Published) -> list[str]:

@@ -29,6 +29,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.predictors import with_predictors
@@ -178,8 +179,8 @@ def resident_plan(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | N
     """The plan of a machine with memory to spare. Its rates choose between plans that stream, so any do here."""
     machine = MachineSpec(
         name="bench",
-        tiers=(Capacity("host", 1 << 60), Capacity("disk0", 1 << 60)),
-        rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
+        tiers=(Capacity(HOST, 1 << 60), Capacity(DISK.tier, 1 << 60)),
+        rates=(Rate(CPU, "*", "*", 1e-6, 1e-10), Rate(DISK.reads, "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )
     plan = solve(ask, spec, weights, machine, firing=firing).plan
