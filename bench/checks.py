@@ -140,7 +140,7 @@ def main() -> None:
         if not model.exists():
             print(f"writing {CONFIG.stem} with random weights to {model}")
             synth(CONFIG, model)
-        engine_module.Session = Timed  # type: ignore[attr-defined,misc]
+        engine_module.Session = Timed  # type: ignore[attr-defined]
         report: dict[str, object] = {"bench": "checks", "rounds": args.rounds}
         report["hash_bytes_per_s"] = {isa: hash_bytes_per_s(isa) for isa in cpu.available()}
         for isa, speed in report["hash_bytes_per_s"].items():  # type: ignore[attr-defined]

@@ -86,11 +86,11 @@ class Card:
     def memory_bytes_per_s(self) -> float:
         """Reading: the sum of a gibibyte."""
         words = self._there.view(self._torch.int32)
-        return self._there.numel() / self._seconds(lambda: words.sum())
+        return int(self._there.numel()) / self._seconds(lambda: words.sum())
 
     def link_bytes_per_s(self) -> float:
         there = self._there[: self._here.numel()]
-        return self._here.numel() / self._seconds(lambda: there.copy_(self._here, non_blocking=True))
+        return int(self._here.numel()) / self._seconds(lambda: there.copy_(self._here, non_blocking=True))
 
     def flops_per_s(self) -> float:
         """Products as our prompts have them: float32 in TF32."""
@@ -104,7 +104,7 @@ class Card:
             torch.backends.cuda.matmul.allow_tf32 = before
 
     def free(self) -> None:
-        self._there = self._here = None  # type: ignore[assignment]
+        self._there = self._here = None
         self._torch.cuda.empty_cache()
 
     def _seconds(self, work: Callable[[], object]) -> float:
@@ -117,7 +117,7 @@ class Card:
             ended.record()
             ended.synchronize()
             found.append(begun.elapsed_time(ended) / 1e3)
-        return statistics.median(found)
+        return float(statistics.median(found))
 
 
 def ceilings(folder: Path) -> dict[str, float]:

@@ -236,7 +236,7 @@ class Bench:
         before."""
         first = changed(self.granules(part))
         copies = [first, *(first.clone() for _ in range(self.beyond_cache_bytes // first.numel()))]
-        return [s / len(copies) for s in self.clock(lambda: [call(copy) for copy in copies])]
+        return [s / len(copies) for s in self.clock(lambda: list(map(call, copies)))]
 
     def activations(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D], q [T, H, E], partial [T, D]."""

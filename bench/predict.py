@@ -65,7 +65,7 @@ Setting = tuple[str, float, int, int]  # shape, share, prompt, batch
 def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
     """The most that a ceiling changed; the disk counts where something streams."""
     names = ["ram_read_bytes_per_s", "int8_ops_per_s", *(["disk_read_bytes_per_s"] if streams else [])]
-    return max(abs(float(getattr(one, name)) / getattr(other, name) - 1) for name in names)
+    return max(abs(float(getattr(one, name)) / float(getattr(other, name)) - 1) for name in names)
 
 
 class Machine:

@@ -109,7 +109,7 @@ class Block:
         """The other tokens of the answers. `read_bytes`: that its passes took from slower tiers; `exact`: as many as
         reading the weights that stream once a pass for the whole block makes, and the granules of the tokens' rows of
         the embedding; None where KV comes from a slower tier too."""
-        for _ in self._pieces:
+        for _piece in self._pieces:
             pass
         answer, plan = self._answers[0], self.plan
         kv_moves = any(home.home != plan.main for home in plan.kv)

@@ -94,7 +94,7 @@ class Ours:
     def linear(self, tokens: int) -> Answer:
         """The products with weights of a prompt by themselves, on what the last prompt left in the arenas."""
         calls = [c for p in passes.prefill(self.plan, 0, tokens, None) for c in _calls(self.plan, p, MATRIX_OPS)]
-        run = [self.session._binding.alone(call) for call in calls]
+        run = [_native_of(self.session).alone(call) for call in calls]
         start_s = time.perf_counter()
         for each in run:
             each()
@@ -114,7 +114,7 @@ class Ours:
     def predictors(self, steps: int) -> Answer:
         """All predictors of so many steps of one token, by themselves."""
         p = passes.decode(self.plan, (0,), (PROMPT_TOKENS,), None)
-        run = [self.session._binding.alone(call) for call in _calls(self.plan, p, ("predict",))]
+        run = [_native_of(self.session).alone(call) for call in _calls(self.plan, p, ("predict",))]
         start_s = time.perf_counter()
         for _ in range(steps):
             for each in run:
@@ -150,7 +150,7 @@ class Attention:
         self._binding = NativeBinding(plan, arenas, None, native(isa, threads, exact=False))
         calls = _calls(plan, passes.decode(plan, (0,), (tokens - 1,), None), ("attend",))
         nbytes, flops = sum(call.bytes for call in calls), sum(call.flops for call in calls)
-        self._task = Task(0, (plan.main,), tuple(calls), (), (), nbytes, flops, (), like=0)
+        self._task = Task(0, (CPU,), tuple(calls), (), (), nbytes, flops, (), like=0)
         assert plan.kv[0].format.kind == kv
         normals = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
         for i, call in enumerate(calls):
@@ -186,6 +186,11 @@ def resident_plan(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | N
     plan = solve(ask, spec, weights, machine, firing=firing).plan
     assert all(unit.home == "host" for unit in plan.units)
     return plan
+
+
+def _native_of(session: Session) -> NativeBinding:
+    assert isinstance(session._binding, NativeBinding), session.kernels
+    return session._binding
 
 
 def _calls(plan: Plan, p: Pass, ops: tuple[str, ...]) -> list[Call]:

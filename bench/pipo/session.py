@@ -66,7 +66,7 @@ class PipoBinding(NativeBinding):
 
     def start(self, task: Any) -> Any:
         """Plain reads are done by the lane's own thread, whatever else the runtime may do by itself."""
-        return None if self._plain is not None else super().start(task)  # type: ignore[misc]
+        return None if self._plain is not None else super().start(task)
 
     def _load(self, call: Call, op: ops.Load) -> None:
         if self._plain is None:
