@@ -15,7 +15,7 @@ JOBS ?= logical
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
-TYPED := penstock
+TYPED := penstock bench
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 

@@ -29,6 +29,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
 from penstock.spec.machine import Capacity, MachineSpec, Rate
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 from penstock.units import MIB
@@ -37,8 +38,8 @@ CONFIG = Path(__file__).parent / "shapes" / "llama-3.2-1b.json"
 ROUNDS, LATER_PASSES = 9, 3
 LIMIT = 1.02
 # Made up, so that no probe is needed and the plan is the same everywhere.
-RATES = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-4, 5e-10))
-MACHINE = MachineSpec("any", (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40)), RATES, 2)
+RATES = (Rate(CPU, "*", "*", 1e-5, 1e-10, 1e-11), Rate(DISK.reads, "*", "*", 1e-4, 5e-10))
+MACHINE = MachineSpec("any", (Capacity(HOST, 1 << 34), Capacity(DISK.tier, 1 << 40)), RATES, 2)
 
 Times = dict[str, float]
 
@@ -139,7 +140,7 @@ def main() -> None:
         if not model.exists():
             print(f"writing {CONFIG.stem} with random weights to {model}")
             synth(CONFIG, model)
-        engine_module.Session = Timed  # type: ignore[misc]
+        engine_module.Session = Timed  # type: ignore[attr-defined]
         report: dict[str, object] = {"bench": "checks", "rounds": args.rounds}
         report["hash_bytes_per_s"] = {isa: hash_bytes_per_s(isa) for isa in cpu.available()}
         for isa, speed in report["hash_bytes_per_s"].items():  # type: ignore[attr-defined]

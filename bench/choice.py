@@ -29,6 +29,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
@@ -48,7 +49,7 @@ def limited(model: Path, share: float, ask: Ask, machine: MachineSpec) -> Ask:
     roomy = replace(machine, tiers=tuple(replace(tier, bytes=1 << 50) for tier in machine.tiers))
     whole = solve(ask, packed.spec, packed.weights, roomy).plan
     weights = sum(whole.unit_bytes(unit) for unit in whole.units)
-    limit = whole.tier_bytes()["host"] - int((1 - share) * weights)
+    limit = whole.tier_bytes()[HOST] - int((1 - share) * weights)
     return settle_context(replace(ask, host_memory_bytes=limit), packed.spec)
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 def installed(wheel: Path, folder: Path) -> Path:
     """A new environment with the wheel: its folder of programs."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    flags = ["-q", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    flags = ("-q", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"))
     subprocess.run([folder / "bin/pip", "install", *flags, wheel], check=True)
     return folder / "bin"
 

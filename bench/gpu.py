@@ -36,7 +36,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import GPU
+from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
@@ -86,11 +86,11 @@ class Card:
     def memory_bytes_per_s(self) -> float:
         """Reading: the sum of a gibibyte."""
         words = self._there.view(self._torch.int32)
-        return self._there.numel() / self._seconds(lambda: words.sum())
+        return int(self._there.numel()) / self._seconds(lambda: words.sum())
 
     def link_bytes_per_s(self) -> float:
         there = self._there[: self._here.numel()]
-        return self._here.numel() / self._seconds(lambda: there.copy_(self._here, non_blocking=True))
+        return int(self._here.numel()) / self._seconds(lambda: there.copy_(self._here, non_blocking=True))
 
     def flops_per_s(self) -> float:
         """Products as our prompts have them: float32 in TF32."""
@@ -104,7 +104,7 @@ class Card:
             torch.backends.cuda.matmul.allow_tf32 = before
 
     def free(self) -> None:
-        self._there = self._here = None  # type: ignore[assignment]
+        self._there = self._here = None
         self._torch.cuda.empty_cache()
 
     def _seconds(self, work: Callable[[], object]) -> float:
@@ -117,7 +117,7 @@ class Card:
             ended.record()
             ended.synchronize()
             found.append(begun.elapsed_time(ended) / 1e3)
-        return statistics.median(found)
+        return float(statistics.median(found))
 
 
 def ceilings(folder: Path) -> dict[str, float]:
@@ -199,7 +199,7 @@ def measure(
         "peak_device_bytes": answers[-1].peak_device_bytes,
         "planned_device_bytes": plan.tier_bytes()[GPU.executor],
         "peak_host_bytes": answers[-1].peak_host_bytes,
-        "planned_host_bytes": plan.tier_bytes()["host"],
+        "planned_host_bytes": plan.tier_bytes()[HOST],
         "bytes_there": there,
         "bytes_lifted": crosses,
         "ceilings": limits,

@@ -236,7 +236,7 @@ class Bench:
         before."""
         first = changed(self.granules(part))
         copies = [first, *(first.clone() for _ in range(self.beyond_cache_bytes // first.numel()))]
-        return [s / len(copies) for s in self.clock(lambda: [call(copy) for copy in copies])]
+        return [s / len(copies) for s in self.clock(lambda: list(map(call, copies)))]
 
     def activations(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D], q [T, H, E], partial [T, D]."""
@@ -266,7 +266,7 @@ class Bench:
     def qkv_call(self, part: Part, h: Tensor, q: Tensor, rows: int) -> Callable[[Tensor], None]:
         keys, values = (self.pool(parse_format("bfloat16"), 2) for _ in range(2))
         where, norms = self.where(5), torch.zeros(4096, dtype=torch.uint8, device=self.device)
-        turn, norms_part = self.turn(where[0]), self.part(part.format, "0.norms")
+        turn, norms_part = self.turn(where[0]), self.part(part.blocks[0].format, "0.norms")
         return lambda w: attention.qkv(
             w, part, 0, self.a, self.spec.norm, norms, norms_part, h, turn, *where, q, keys, values, self.kernels,
             self.scratch(),

@@ -47,6 +47,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import DISK, HOST
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 
@@ -64,7 +65,7 @@ Setting = tuple[str, float, int, int]  # shape, share, prompt, batch
 def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
     """The most that a ceiling changed; the disk counts where something streams."""
     names = ["ram_read_bytes_per_s", "int8_ops_per_s", *(["disk_read_bytes_per_s"] if streams else [])]
-    return max(abs(getattr(one, name) / getattr(other, name) - 1) for name in names)
+    return max(abs(float(getattr(one, name)) / float(getattr(other, name)) - 1) for name in names)
 
 
 class Machine:
@@ -112,7 +113,7 @@ def solved(model: Path, share: float, prompt: int, batch: int, tokens: int, mach
     assert all(unit.home == "host" for unit in whole.plan.units)
     if share < 1:
         weights = sum(whole.plan.unit_bytes(unit) for unit in whole.plan.units)
-        limit = whole.plan.tier_bytes()["host"] - int((1 - share) * weights)
+        limit = whole.plan.tier_bytes()[HOST] - int((1 - share) * weights)
         ask = replace(ask, host_memory_bytes=limit)
     return solve(ask, packed.spec, packed.weights, machine), settle_context(ask, packed.spec)
 
@@ -226,7 +227,7 @@ def run(
         "others_share": others,
         "swing": (swing := max(halves) / min(halves) - 1),
         "disturbed": max(drift / DRIFT, others / OTHERS, swing / DRIFT),
-        "probe_s_per_disk_byte": figures.rate("disk0", "load", "int4").s_per_byte,
+        "probe_s_per_disk_byte": figures.rate(DISK.reads, "load", "int4").s_per_byte,
         "ceilings_at_probe": asdict(at_probe),
         "ram_bytes_per_s": [before.ram_read_bytes_per_s, after.ram_read_bytes_per_s],
         "disk_bytes_per_s": [before.disk_read_bytes_per_s, after.disk_read_bytes_per_s],

@@ -35,6 +35,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec, Rate, Sharing
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import CPU, DISK, GPU
 from penstock.units import GIB, MIB
 
 PAIRS = 300
@@ -101,12 +102,12 @@ def _varied(r: random.Random, machine: MachineSpec) -> MachineSpec:
         tiers = [tier for tier in tiers if tier.name != "gpu0"]
     elif kind < 1 / 3:
         rates = [rate for rate in rates if rate.lane != "gpu0"]
-        rates += [replace(rate, lane="gpu0") for rate in rates if rate.lane == "host" and rate.op != "pass"]
+        rates += [replace(rate, lane=GPU.kernels) for rate in rates if rate.lane == "host" and rate.op != "pass"]
     if not any(rate.op == "task" for rate in rates):
-        rates += [Rate(lane, "task", "*", _log_uniform(r, 1e-6, 3e-5), 0.0) for lane in ("host", "gpu0")]
+        rates += [Rate(lane, "task", "*", _log_uniform(r, 1e-6, 3e-5), 0.0) for lane in (CPU, GPU.kernels)]
     sharing = machine.sharing
     if not sharing and r.random() < 0.5:
-        sharing = tuple(Sharing("host", lane, r.uniform(1, 1.5)) for lane in ("disk0", "h2d0", "d2h0"))
+        sharing = tuple(Sharing(CPU, lane, r.uniform(1, 1.5)) for lane in (DISK.reads, GPU.to_device, GPU.to_host))
     return replace(machine, tiers=tuple(tiers), rates=tuple(rates), sharing=sharing)
 
 

@@ -13,10 +13,7 @@ BEGINS = "\n## Operators"  # of these tables
 
 def tables(result: Mapping[str, Any], picture: str) -> str:
     """Markdown. `result`: of `bench.sparsity`; what was not measured has no table. `picture`: the file of Figure 9."""
-    return "".join(
-        each(result) if each is not _predictors else _predictors(result, picture)
-        for each in (_operators, _ram, _predictors)
-    )
+    return _operators(result) + _ram(result) + _predictors(result, picture)
 
 
 def _operators(result: Mapping[str, Any]) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import matmul
 
 import numpy as np
-import scipy.sparse  # type: ignore[import-untyped]
+import scipy.sparse
 import torch
 
 
@@ -29,20 +31,20 @@ def milliseconds(
             matrix = rng.normal(size=(size, size)).astype(np.float32)
             matrix[rng.random(size) < percent / 100] = 0
             dense.append(torch.from_numpy(matrix))
-        found["torch dense"][str(percent)] = _ms(lambda i, m=dense: m[i] @ x, copies, rounds)
+        found["torch dense"][str(percent)] = _ms([partial(matmul, each, x) for each in dense], rounds)
         by_torch = [matrix.to_sparse_csr() for matrix in dense]
-        found["torch.sparse"][str(percent)] = _ms(lambda i, m=by_torch: m[i] @ x, copies, rounds)
+        found["torch.sparse"][str(percent)] = _ms([partial(matmul, each, x) for each in by_torch], rounds)
         del by_torch
         by_scipy = [scipy.sparse.csr_array(matrix.numpy()) for matrix in dense]
-        found["scipy.sparse"][str(percent)] = _ms(lambda i, m=by_scipy: m[i] @ vector, copies, rounds)
+        found["scipy.sparse"][str(percent)] = _ms([partial(matmul, each, vector) for each in by_scipy], rounds)
     return found
 
 
-def _ms(call: Callable[[int], object], copies: int, rounds: int) -> float:
+def _ms(products: Sequence[Callable[[], object]], rounds: int) -> float:
     times = []
     for _ in range(rounds + 1):
         start_s = time.perf_counter()
-        for i in range(copies):
-            call(i)
-        times.append(1e3 * (time.perf_counter() - start_s) / copies)
+        for product in products:
+            product()
+        times.append(1e3 * (time.perf_counter() - start_s) / len(products))
     return statistics.median(times[1:])

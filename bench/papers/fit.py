@@ -47,10 +47,9 @@ def fitted(traits: Traits, paper: str) -> Traits:
         for i, trait in enumerate(found):
             if trait.paper == paper and trait.fitted:
                 rows = [f for f in mine if trait.system in (f.system.removesuffix(" (c)"), f.against)]
-                found[i] = min(
-                    (trait._replace(value=rounded(trait.value * step)) for step in STEPS),
-                    key=lambda tried, i=i, rows=rows: error((*found[:i], tried, *found[i + 1 :]), rows),
-                )
+                tries = [trait._replace(value=rounded(trait.value * step)) for step in STEPS]
+                errors = [error((*found[:i], tried, *found[i + 1 :]), rows) for tried in tries]
+                found[i] = tries[errors.index(min(errors))]
         print(paper, *(f"{trait.value:g}" for trait in found if trait.paper == paper), flush=True)
         if tuple(found) == before:
             break

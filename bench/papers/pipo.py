@@ -31,7 +31,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.parts import FFNS, head_key, parts
-from penstock.spec.places import GPU
+from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import GIB
 
@@ -50,7 +50,7 @@ _DISK = 7.88e9
 _MEMORY = {LAPTOP: 336e9, DESKTOP: 1008e9}
 _FLOPS = {LAPTOP: 22.81e12, DESKTOP: 165.15e12}
 _HOST_BYTES = {LAPTOP: 16 * GIB, DESKTOP: 64 * GIB}  # the machine's; its tier is less by what the system takes
-_HOMES = {"on the device": GPU.executor, "in RAM": "host", "on disk": "disk0"}
+_HOMES: dict[str, Tier] = {"on the device": GPU.executor, "in RAM": HOST, "on disk": DISK.tier}
 _ORDERS = {"PIPO": "overlapped", "FlexGen": "flexgen"}
 _FAMILIES = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.1-8b", "llama-3.1-70b")  # section 4.1
 _WARM_PASSES, _STEADY_PASSES = 2, 2  # as planner.predict, without a spread
@@ -69,9 +69,9 @@ class Policy(NamedTuple):
     output: int
     batch: int
     order: str
-    home: str
+    home: Tier
     share: float
-    kv_home: str
+    kv_home: Tier
     traits: Traits
 
 
@@ -84,7 +84,7 @@ class Speeds:
     ttft_busy_s: float
     step_s: float
     step_busy_s: float
-    tier_bytes: dict[str, int]
+    tier_bytes: dict[Tier, int]
 
     def answer_s(self, output: int) -> float:
         """Seconds for `output` tokens of each sequence, the first with the prompts."""
@@ -107,7 +107,7 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
 
     def run(p: Pass) -> tuple[float, float]:
         start_s = simulator.now_s
-        busy_s = simulator.run(lowering.step(p)).busy_s().get(GPU.executor, 0.0)
+        busy_s = simulator.run(lowering.step(p)).busy_s().get(GPU.kernels, 0.0)
         simulator.pause(cost.between_passes_s)
         return simulator.now_s - start_s, busy_s
 
@@ -137,7 +137,7 @@ def predicted(row: Published, traits: Traits) -> Predicted | None:
         "ttft_s": speeds.ttft_s,
         "decode_s": speeds.step_s,
         "device_gb": speeds.tier_bytes[GPU.executor] / 1e9,
-        "host_gb": (speeds.tier_bytes["host"] + _system_bytes(policy.machine)) / 1e9,
+        "host_gb": (speeds.tier_bytes[HOST] + _system_bytes(policy.machine)) / 1e9,
     }[row.metric]
     notes = _assumed(row)
     if share < policy.share:
@@ -154,8 +154,8 @@ def policy_of(row: Published, traits: Traits) -> Policy:
     share = re.match(r"weights (\d+)% on the device, \d+% in RAM", row.setting)
     places = re.match(r"weights (on the device|in RAM|on disk)(?:, KV (on the device|in RAM))?$", row.setting)
     assert share or places, row.setting
-    home = "host" if share else _HOMES[places[1]]  # type: ignore[index]
-    kv_home = _HOMES[places[2]] if places and places[2] else "host"
+    home = HOST if share else _HOMES[places[1]]  # type: ignore[index]
+    kv_home = _HOMES[places[2]] if places and places[2] else HOST
     assert row.prompt is not None
     return Policy(
         row.machine, row.model, row.weights or _OWN_FORMAT.get(row.model, ""), row.kv or "float16", row.prompt,
@@ -217,11 +217,11 @@ def bound(row: Published, policy: Policy, batch: int) -> float | None:
     kv_bytes = 2 * batch * tokens * len(spec.layers) * a.kv_heads * a.head_dim * parse_format(policy.kv).bits / 8
     away = (1 - policy.share) * weight_bytes
     if row.metric in ("device_gb", "host_gb"):
-        tier = GPU.executor if row.metric == "device_gb" else "host"
-        held = policy.share * weight_bytes if tier == GPU.executor else away if policy.home == "host" else 0.0
+        tier = GPU.executor if row.metric == "device_gb" else HOST
+        held = policy.share * weight_bytes if tier == GPU.executor else away if policy.home == HOST else 0.0
         return (held + (kv_bytes if policy.kv_home == tier else 0.0)) / 1e9 or None
-    moved_s = away / (min(_LINK[policy.machine], _DISK) if policy.home == "disk0" else _LINK[policy.machine])
-    kv_s = kv_bytes / _LINK[policy.machine] if policy.kv_home == "host" else 0.0
+    moved_s = away / (min(_LINK[policy.machine], _DISK) if policy.home == DISK.tier else _LINK[policy.machine])
+    kv_s = kv_bytes / _LINK[policy.machine] if policy.kv_home == HOST else 0.0
     step_s = max(moved_s, kv_s, weight_bytes / _MEMORY[policy.machine])
     ttft_s = max(moved_s, 2 * weights * batch * policy.prompt / _FLOPS[policy.machine])
     whole = batch * policy.output / (ttft_s + (policy.output - 1) * step_s)
@@ -232,7 +232,8 @@ def _speedup(row: Published, traits: Traits) -> Predicted:
     """PIPO's throughput over FlexGen's: of one policy, or the mean or most of several."""
     weights, batch = row.weights or "float16", row.batch or BATCH
     models = (row.model,) if row.model != SEVERAL else _FAMILIES if row.weights else ("opt-6.7b", "llama-3.1-8b")
-    homes = ("disk0",) if "on disk" in row.setting else ("host", "disk0") if row.weights else ("gpu0", "host", "disk0")
+    homes: tuple[Tier, ...] = (GPU.executor, HOST, DISK.tier)
+    homes = homes[2:] if "on disk" in row.setting else homes[1:] if row.weights else homes
     flexgen, mine = of_system(traits, row.paper, "FlexGen"), _ablation(row, traits)
     found = []
     for model in models:
@@ -240,11 +241,11 @@ def _speedup(row: Published, traits: Traits) -> Predicted:
             ours, theirs = (
                 Policy(
                     row.machine, model, weights, "float16", 512, 32, batch, order, home,
-                    float(home == GPU.executor), "host", system,
+                    float(home == GPU.executor), HOST, system,
                 )
                 for order, system in (("overlapped", mine), ("flexgen", flexgen))
             )  # fmt: skip
-            if home != "host" or simulated(ours)[0].tier_bytes["host"] <= machine_of(row.machine).tier("host").bytes:
+            if home != HOST or simulated(ours)[0].tier_bytes[HOST] <= machine_of(row.machine).tier(HOST).bytes:
                 found.append(throughput(ours) / throughput(theirs))
     value = max(found) if "most" in row.setting else statistics.mean(found)
     found_of = explained(row, value, None, f"{len(found)} policies at batch {batch}")
@@ -270,7 +271,7 @@ def _utilisation(row: Published, traits: Traits) -> Predicted:
     found = []
     for model, batch in _UTILISATION:
         policy = Policy(
-            row.machine, model, "int4", "float16", 512, 32, batch, _ORDERS[row.system], "disk0", 0.0, "host",
+            row.machine, model, "int4", "float16", 512, 32, batch, _ORDERS[row.system], DISK.tier, 0.0, HOST,
             of_system(traits, row.paper, row.system),
         )  # fmt: skip
         found.append(simulated(policy)[0].device_share(policy.output))
@@ -279,7 +280,7 @@ def _utilisation(row: Published, traits: Traits) -> Predicted:
 
 def _system_bytes(machine: str) -> int:
     """What the machine file leaves to the system: the paper's figures are the whole machine's (16.57 GB of 17.18)."""
-    return _HOST_BYTES[machine] - machine_of(machine).tier("host").bytes
+    return _HOST_BYTES[machine] - machine_of(machine).tier(HOST).bytes
 
 
 def _assumed(row: Published) -> list[str]:

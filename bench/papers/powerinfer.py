@@ -26,7 +26,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import head_key, parts
-from penstock.spec.places import GPU
+from penstock.spec.places import CPU, GPU, Lane
 from penstock.spec.plan import Plan
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Speed:
 
     ttft_s: float
     token_s: float
-    lane_share: dict[str, float]
+    lane_share: dict[Lane, float]
     plan: Plan
 
     def total_s(self, output: int) -> float:
@@ -205,7 +205,7 @@ def _share(row: Published) -> Predicted:
         there = sum(speed.plan.unit_bytes(unit) for unit in speed.plan.units if unit.home == GPU.executor)
         return Predicted(there / total, None, "KV, activations and a GiB for driver and screen take the rest")
     busy = speed.lane_share
-    return Predicted(busy["host"] / (busy["host"] + busy[GPU.executor]), None, _ONE_NOTE)
+    return Predicted(busy[CPU] / (busy[CPU] + busy[GPU.kernels]), None, _ONE_NOTE)
 
 
 def _load_share(plan: Plan, sparse: bool) -> float:
@@ -277,7 +277,7 @@ def _llama_cpp(setting: Setting) -> tuple[Speed, ...]:
 @cache
 def _flexgen_link_share(setting: Setting) -> float:
     plans = device.candidates(setting.problem)
-    return _speed(next(plans).plan, setting).lane_share["h2d0"]  # the first lifts all that is not there
+    return _speed(next(plans).plan, setting).lane_share[GPU.to_device]  # the first lifts all that is not there
 
 
 def _speed(plan: Plan, setting: Setting) -> Speed:

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +181,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of each kind of text, at most")
     wanted = parser.parse_args()
     rows = {part: [row for row in kept() if row.part == part] for part in PARTS}
-    new = {"operators": lambda: operators(wanted.rounds), "ablation": ablation, "loads": lambda: loads(wanted.tokens)}
+    new: dict[str, Callable[[], Iterator[Ran]]] = {
+        "operators": lambda: operators(wanted.rounds), "ablation": ablation, "loads": lambda: loads(wanted.tokens),
+    }  # fmt: skip
     for part in wanted.only:
         rows[part] = list(new[part]())
         for row in rows[part]:

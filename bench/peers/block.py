@@ -28,6 +28,7 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
 from penstock.spec.parts import head_key
+from penstock.spec.places import DISK, HOST
 from penstock.spec.plan import Plan
 
 _BLOCKS = {"attn": ops.QKV_BLOCKS + ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS}
@@ -48,7 +49,7 @@ class Block:
         """What the plan and its prediction say. Bytes and operations are those of a decode pass of the block."""
         plan, predicted, session = self.plan, self.engine.prediction, self.engine.session
         kv = [{"layers": list(h.layers), "home": h.home, "format": h.format.name} for h in plan.kv]
-        load = self.engine.machine.rate("disk0", "load", plan.target.weights.kind)
+        load = self.engine.machine.rate(DISK.reads, "load", plan.target.weights.kind)
         return {
             "seqs": self.seqs,
             "block": [plan.batches_per_pass, plan.batch_seqs],
@@ -57,8 +58,8 @@ class Block:
             "pass_streamed_bytes": streamed_bytes(plan),
             "pass_weight_bytes": sum(plan.unit_bytes(u) for u in plan.units if _computed(plan, u.part)),
             "pass_ops": matrix_ops(plan, self.seqs),
-            "planned_host_bytes": plan.tier_bytes()["host"],
-            "peak_exact": session.arena_bytes == plan.tier_bytes()["host"] - plan.process_bytes,
+            "planned_host_bytes": plan.tier_bytes()[HOST],
+            "peak_exact": session.arena_bytes == plan.tier_bytes()[HOST] - plan.process_bytes,
             "predicted_prompts_s": predicted.ttft_s,
             "predicted_decode_tokens_per_s": predicted.decode_tokens_per_s,
             "predicted_s_per_token": score_s(predicted, plan, self.ask),
@@ -108,7 +109,7 @@ class Block:
         """The other tokens of the answers. `read_bytes`: that its passes took from slower tiers; `exact`: as many as
         reading the weights that stream once a pass for the whole block makes, and the granules of the tokens' rows of
         the embedding; None where KV comes from a slower tier too."""
-        for _ in self._pieces:
+        for _piece in self._pieces:
             pass
         answer, plan = self._answers[0], self.plan
         kv_moves = any(home.home != plan.main for home in plan.kv)

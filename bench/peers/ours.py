@@ -29,6 +29,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from penstock.store.predictors import with_predictors
@@ -93,7 +94,7 @@ class Ours:
     def linear(self, tokens: int) -> Answer:
         """The products with weights of a prompt by themselves, on what the last prompt left in the arenas."""
         calls = [c for p in passes.prefill(self.plan, 0, tokens, None) for c in _calls(self.plan, p, MATRIX_OPS)]
-        run = [self.session._binding.alone(call) for call in calls]
+        run = [_native_of(self.session).alone(call) for call in calls]
         start_s = time.perf_counter()
         for each in run:
             each()
@@ -113,7 +114,7 @@ class Ours:
     def predictors(self, steps: int) -> Answer:
         """All predictors of so many steps of one token, by themselves."""
         p = passes.decode(self.plan, (0,), (PROMPT_TOKENS,), None)
-        run = [self.session._binding.alone(call) for call in _calls(self.plan, p, ("predict",))]
+        run = [_native_of(self.session).alone(call) for call in _calls(self.plan, p, ("predict",))]
         start_s = time.perf_counter()
         for _ in range(steps):
             for each in run:
@@ -149,7 +150,7 @@ class Attention:
         self._binding = NativeBinding(plan, arenas, None, native(isa, threads, exact=False))
         calls = _calls(plan, passes.decode(plan, (0,), (tokens - 1,), None), ("attend",))
         nbytes, flops = sum(call.bytes for call in calls), sum(call.flops for call in calls)
-        self._task = Task(0, (plan.main,), tuple(calls), (), (), nbytes, flops, (), like=0)
+        self._task = Task(0, (CPU,), tuple(calls), (), (), nbytes, flops, (), like=0)
         assert plan.kv[0].format.kind == kv
         normals = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
         for i, call in enumerate(calls):
@@ -178,13 +179,18 @@ def resident_plan(ask: Ask, spec: ModelSpec, weights: Format, firing: Firing | N
     """The plan of a machine with memory to spare. Its rates choose between plans that stream, so any do here."""
     machine = MachineSpec(
         name="bench",
-        tiers=(Capacity("host", 1 << 60), Capacity("disk0", 1 << 60)),
-        rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
+        tiers=(Capacity(HOST, 1 << 60), Capacity(DISK.tier, 1 << 60)),
+        rates=(Rate(CPU, "*", "*", 1e-6, 1e-10), Rate(DISK.reads, "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )
     plan = solve(ask, spec, weights, machine, firing=firing).plan
     assert all(unit.home == "host" for unit in plan.units)
     return plan
+
+
+def _native_of(session: Session) -> NativeBinding:
+    assert isinstance(session._binding, NativeBinding), session.kernels
+    return session._binding
 
 
 def _calls(plan: Plan, p: Pass, ops: tuple[str, ...]) -> list[Call]:

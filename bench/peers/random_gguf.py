@@ -218,7 +218,9 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
 def _biases(config: dict[str, Any]) -> dict[str, Array]:
     """Biases of all matrices of a gpt_oss' layers, and its sinks, float32."""
     rng = np.random.default_rng(1)
-    shapes = {"attn_sinks.weight": (config["num_attention_heads"],), "ffn_gate_inp.bias": (experts_of(config),)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_sinks.weight": (config["num_attention_heads"],), "ffn_gate_inp.bias": (experts_of(config),),
+    }  # fmt: skip
     for each in matrices(config):
         if each.name.startswith("blk.0."):
             shape = (each.rows,) if not each.experts else (each.experts, each.rows)

@@ -16,6 +16,7 @@ from penstock.serve.generation import Generation
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
+from penstock.spec.places import DISK, HOST
 from penstock.spec.plan import Plan
 
 OUTPUT_TOKENS = 32  # that plans are made for; a round decodes about as many
@@ -34,7 +35,7 @@ class Streamed:
         return {
             "streamed_bytes": streamed_bytes(self.plan),
             "weight_bytes": weight_bytes(self.plan),
-            "planned_host_bytes": self.plan.tier_bytes()["host"],
+            "planned_host_bytes": self.plan.tier_bytes()[HOST],
             "predicted_tokens_per_s": predicted.decode_tokens_per_s,
             "predicted_ttft_s": predicted.ttft_s,
             "io": {"engine": self.plan.io_engine, "depth": self.plan.io_depth, "block_bytes": self.plan.io_block_bytes},
@@ -46,7 +47,7 @@ class Streamed:
         ids = token_ids(self.plan.target.spec.vocab, PROMPT_TOKENS).tolist()
         answer = self._generate(ids, tokens + 1)
         each = streamed_bytes(self.plan)
-        exact = answer.disk_bytes_per_token == each and answer.bytes_moved["disk0"] == self._all_reads(ids, tokens)
+        exact = answer.disk_bytes_per_token == each and answer.bytes_moved[DISK.reads] == self._all_reads(ids, tokens)
         return {
             "seconds": answer.decode_s,
             "disk_bytes_per_token": answer.disk_bytes_per_token,

@@ -23,8 +23,9 @@ from bench.pipo import reads, tables
 from bench.pipo.link import link
 from bench.pipo.rounds import Row
 from bench.pipo.settings import OURS, Workshop, guessed_machine
-from bench.predict import Ceilings, Machine
+from bench.predict import Machine
 from penstock.runtime import host
+from penstock.runtime.ceilings import Ceilings
 from penstock.runtime.probe_disk import probe_file
 from penstock.runtime.this_machine import cpu_name
 from penstock.spec.format import parse_format
@@ -91,7 +92,7 @@ def main() -> None:
             synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file, tempfile.TemporaryDirectory(dir=folder, prefix="pipo-") as scratch:
-            machine = Machine(folder, file)
+            machine = Machine(folder, file, {"bench": "pipo"})
             figures = guessed_machine() if wanted.quick else machine.figures()
             shop = Workshop(open_packed(model), figures, Path(scratch))
             file_bytes = reads.QUICK_FILE_BYTES if wanted.quick else reads.FILE_BYTES

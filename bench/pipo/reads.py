@@ -76,7 +76,7 @@ def direct_reads(file: ReadFile, address: int, block_bytes: int, depth: int, eng
             assert _native.read_into(file.direct, offset, address, nbytes, block_bytes) == nbytes
 
         return one_by_one
-    reader = _native.Reader(engine, depth, block_bytes)  # type: ignore[attr-defined]
+    reader = _native.Reader(engine, depth, block_bytes)
 
     def several(offset: int, nbytes: int) -> None:
         assert reader.start(file.direct, offset, address, nbytes).wait() == nbytes

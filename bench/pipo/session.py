@@ -24,6 +24,7 @@ from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.serve.session import Session
 from penstock.spec.format import Format
+from penstock.spec.places import HOST
 from penstock.spec.plan import Arena, Plan, PlanModel
 from penstock.store.packed import Packed
 from penstock.units import round_up
@@ -37,7 +38,7 @@ def with_wide_arena(plan: Plan) -> Plan:
     """The plan with memory for the largest unit as floats."""
     wide = replace(plan, models=(PlanModel(plan.target.spec, WIDE),))
     nbytes = max(wide.unit_bytes(unit) for unit in plan.units)
-    return replace(plan, arenas=(*plan.arenas, Arena(WIDE_ARENA, "host", round_up(nbytes, 2 << 20))))
+    return replace(plan, arenas=(*plan.arenas, Arena(WIDE_ARENA, HOST, round_up(nbytes, 2 << 20))))
 
 
 class PipoBinding(NativeBinding):
@@ -65,7 +66,7 @@ class PipoBinding(NativeBinding):
 
     def start(self, task: Any) -> Any:
         """Plain reads are done by the lane's own thread, whatever else the runtime may do by itself."""
-        return None if self._plain is not None else super().start(task)  # type: ignore[misc]
+        return None if self._plain is not None else super().start(task)
 
     def _load(self, call: Call, op: ops.Load) -> None:
         if self._plain is None:
@@ -76,6 +77,7 @@ class PipoBinding(NativeBinding):
 
     def _widened(self, on: Target, call: Call, op: ops.WithUnit, tables: BatchTables) -> None:
         """The op on a float16 copy of its unit; `out` finds the one that `qkv` made."""
+        assert isinstance(op.weights, Slot), "a shape with experts is not among these"
         unit, at = self._plan.units[call.unit], self._arenas.address
         part, wide = self._parts[unit.part], self._wide._parts[unit.part]
         if not all(block.tiled for block in part.blocks):
@@ -120,7 +122,7 @@ class PipoSession(Session):
     @property
     def host_bytes(self) -> int:
         """What the plan takes of the memory, the process itself included."""
-        return self.plan.tier_bytes()["host"]
+        return self.plan.tier_bytes()[HOST]
 
     def prefill_s(self, tokens: int, seq: int = 0) -> float:
         """Seconds from an empty sequence to the first token after a prompt of random ids."""

@@ -15,6 +15,7 @@ from penstock.runtime import host
 from penstock.spec.ask import Ask
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.parts import PINNED
+from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan, Unit
 from penstock.store.packed import Packed
 
@@ -98,7 +99,7 @@ def guessed_machine() -> MachineSpec:
     """For a quick look, without a probe: its rates choose between plans that stream, so any do."""
     return MachineSpec(
         name="bench",
-        tiers=(Capacity("host", 1 << 60), Capacity("disk0", 1 << 60)),
-        rates=(Rate("host", "*", "*", 1e-6, 1e-10), Rate("disk0", "*", "*", 1e-4, 1e-9)),
+        tiers=(Capacity(HOST, 1 << 60), Capacity(DISK.tier, 1 << 60)),
+        rates=(Rate(CPU, "*", "*", 1e-6, 1e-10), Rate(DISK.reads, "*", "*", 1e-4, 1e-9)),
         threads=host.usable_cpus(),
     )

@@ -69,8 +69,7 @@ def resident(bench: Bench, rounds: int) -> Figures:
 
 def _llamacpp(bench: Bench) -> float:
     arguments = ("--config", bench.configs["large"], "--threads", host.usable_cpus(), "--context", 8 * CONTEXT)
-    arguments = (*arguments, "--sequences", 8)
-    with started(bench.folder, "bench.peers.llamacpp", None, bench.gguf(), *arguments) as (worker, _):
+    with started(bench.folder, "bench.peers.llamacpp", None, bench.gguf(), *arguments, "--sequences", 8) as (worker, _):
         worker.ask("decode_together", 2)
         return 8 * OUTPUT_TOKENS / float(worker.ask("decode_together", OUTPUT_TOKENS)["seconds"])
 
