@@ -227,12 +227,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (20 GB); default a temporary folder")
     parser.add_argument("--only", nargs="+", help="settings by the beginnings of their names")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="the CPU is measured in haste")
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         start_s, rows = time.perf_counter(), []
-        host = load_or_probe(folder, whole=True)
+        host = load_or_probe(folder, whole=not wanted.quick)
         chosen = choose("cuda", host, None, folder)
         if chosen.name != "cuda":
             sys.exit(f"bench.gpu: {chosen.reason}")

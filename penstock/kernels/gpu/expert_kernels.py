@@ -129,7 +129,7 @@ def pair_hidden_kernel(
     pair = tl.program_id(0)
     TILES: tl.constexpr = R // 16
     granule = tl.program_id(1) // TILES
-    tile = tl.program_id(1) - granule * TILES
+    tile = tl.program_id(1) % TILES
     start, found = _find(
         tl.load(ids + pair), p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6,
         l7, granule_words, PAGE_WORDS, GRANULES,

@@ -81,7 +81,7 @@ def multiply_live_kernel(
     T / ROWS)."""
     QUANTISED: tl.constexpr = KIND == "int4" or KIND == "int8"
     granule = tl.program_id(0) // R
-    nth = tl.program_id(0) - granule * R
+    nth = tl.program_id(0) % R
     row = tl.program_id(1) * ROWS
     if nth < tl.load(counts + granule):
         neuron = tl.load(lives + granule * R + nth)
