@@ -28,11 +28,11 @@ ROWS_AT_ONCE = 4
 # _WARPS: warps that a large card has at work at once, 32 on each of 130 processors. Where there are fewer tiles, more
 # warps share a tile's columns, but not so many that a last round of programs would leave most processors idle.
 # _LEAST_WARPS, _MOST_WARPS: of a program.
-_WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
+_WARPS, _LEAST_WARPS, _MOST_WARPS = 2048, 4, 16
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, for one row. For more rows there are fewer, since
 # the compiler takes half a minute over so many. In sums over granules the chunks' addresses need registers too, and 16
 # warps of two programs have 64 per thread.
-_UNROLL, _SUM_UNROLL = 4, 2
+_UNROLL, _SUM_UNROLL = 4, 4
 
 
 def _warps(programs: int, chunks: int) -> int:
