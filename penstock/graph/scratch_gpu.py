@@ -35,8 +35,8 @@ SUM_PARTS = 4  # partials that one merge reads; further ones are summed before
 # there are at most MOST_SPLITS.
 ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 
-# A sum over granules is split where there are so few tiles that their programs, of 16 warps at most, would leave a card
-# idle. It is split into at most MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs.
+# A sum over granules is split where there are so few tiles that their programs would leave a card idle: into at most
+# MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs, four for each of some 130 processors.
 SUM_PROGRAMS, MOST_SUM_SPLITS = 512, 16
 # Programs of a sum over neurons, of one warp each: 8 for each of the 130 or so processors of a large card.
 NEURON_PROGRAMS = 1024

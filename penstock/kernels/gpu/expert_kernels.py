@@ -1,5 +1,4 @@
-"""Triton kernels of FFNs with experts: the router's choice, experts by pairs, and their sum. They have run in the
-interpreter only.
+"""Triton kernels of FFNs with experts: the router's choice, experts by pairs, and their sum.
 
 A pair is one row and one of its experts: pair a + A · t is the a-th expert of row t. There are two ways to compute
 pairs. For few rows a program takes a pair and a tile, straight from the packed weights (`_tile_dot`). For many rows the

