@@ -25,11 +25,11 @@ from penstock.spec.parts import Block, Part
 # Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
 # thread needs 128 registers. With eight it needs 200, and few programs would share a processor.
 ROWS_AT_ONCE = 4
-# _WARPS: warps beyond which a program of more warps gains nothing. Each warp ends with a sum over all warps of its
-# program: one row through an 8B layer's down takes an H200 22 µs by 512 programs of 4 warps, and 31 µs by 256 of 16
-# (docs/LOG.md has all sizes). Where there are fewer tiles, more warps share a tile's columns.
-# _LEAST_WARPS, _MOST_WARPS: of a program.
-_WARPS, _LEAST_WARPS, _MOST_WARPS = 2048, 4, 16
+# A program ends with a sum over its warps, so few warps with many chunks each are best: one row through an 8B layer's
+# down takes an H200 22 µs by 512 programs of 4 warps, and 30 µs by 256 of 16 (docs/LOG.md has all sizes).
+# _WARPS: beyond so many in all, more of them gain nothing. _LEAST_WARPS, _MOST_WARPS: of a program. _CHUNKS: that each
+# warp of a program of more than the least has, where each processor of a large card has a program (_PROGRAMS).
+_WARPS, _LEAST_WARPS, _MOST_WARPS, _CHUNKS, _PROGRAMS = 3072, 4, 16, 16, 128
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, for one row. For more rows there are fewer, since
 # the compiler takes half a minute over so many.
 _UNROLL = 4
@@ -37,8 +37,10 @@ _UNROLL = 4
 
 def _warps(programs: int, chunks: int) -> int:
     """Warps of a program: a power of 2, never more than the program has chunks."""
-    warps = 1
-    while 2 * warps <= min(chunks, _MOST_WARPS) and (warps < _LEAST_WARPS or 2 * warps * programs <= _WARPS):
+    warps, least_chunks = 1, _CHUNKS if programs >= _PROGRAMS else 1
+    while warps < _LEAST_WARPS and 2 * warps <= chunks:
+        warps *= 2
+    while 2 * warps <= _MOST_WARPS and 2 * warps * programs <= _WARPS and 2 * warps * least_chunks <= chunks:
         warps *= 2
     return warps
 

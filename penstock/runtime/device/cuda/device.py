@@ -1,4 +1,5 @@
-"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued without waiting."""
+"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, and tasks that are enqueued without
+waiting."""
 
 from __future__ import annotations
 
