@@ -279,8 +279,7 @@ def block_down_kernel(
     KIND: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As `pair_down_kernel`, for blocks of pairs. A program has COLUMNS of the R columns of y. Grid: (blocks, R /
-    COLUMNS)."""
+    """As `pair_down_kernel`, for blocks of pairs. Grid: (blocks, R / COLUMNS), a program for COLUMNS columns of y."""
     start, found, pair, real = _pairs_of(
         order, blocks, p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
         granule_words, PAGE_WORDS, GRANULES, ROWS,
