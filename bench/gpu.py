@@ -3,7 +3,7 @@
 Resident decode beside what the card's memory gives, streaming from RAM beside what pinned copies give, streaming from
 the disk beside what direct reads give, a streamed prompt beside the longer of link and arithmetic; predicted beside
 measured for each. accelerate's offload of the same shape and cap runs beside it where it is installed. Ceilings are
-measured in the same run, right before each setting. The last line is one JSON object. No card has run it yet.
+measured in the same run, right before each setting. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock.planner.predict import predict
 from penstock.planner.reads import with_reads
 from penstock.planner.solve import candidates, settle_context
 from penstock.planner.solve.problem import Problem
+from penstock.runtime.ceilings import disk_read_bytes_per_s
 from penstock.runtime.device.choose import ChosenDevice, choose
 from penstock.runtime.probe import load_or_probe
 from penstock.runtime.probe_disk import probe_file
@@ -80,13 +82,13 @@ class Card:
         import torch
 
         self._torch = torch
-        self._there = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        self._there = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
         self._here = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
 
     def memory_bytes_per_s(self) -> float:
-        """Reading: the sum of a gibibyte."""
-        words = self._there.view(self._torch.int32)
-        return int(self._there.numel()) / self._seconds(lambda: words.sum())
+        """Reading: the sum of a gibibyte of float32. Integers, which torch widens first, take six times as long."""
+        numbers = self._there.view(self._torch.float32)
+        return int(self._there.numel()) / self._seconds(lambda: numbers.sum())
 
     def link_bytes_per_s(self) -> float:
         there = self._there[: self._here.numel()]
@@ -103,10 +105,6 @@ class Card:
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
-    def free(self) -> None:
-        self._there = self._here = None
-        self._torch.cuda.empty_cache()
-
     def _seconds(self, work: Callable[[], object]) -> float:
         work()
         found = []
@@ -121,16 +119,22 @@ class Card:
 
 
 def ceilings(folder: Path) -> dict[str, float]:
+    """What card, link and the folder's disk give now. In a process of its own: buffers and workspaces that torch keeps
+    would count against the cap of what is measured next."""
+    command = [sys.executable, "-m", "bench.gpu", "--ceilings", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured_ceilings(folder: Path) -> dict[str, float]:
     card = Card()
     found = {
         "memory_bytes_per_s": card.memory_bytes_per_s(),
         "link_bytes_per_s": card.link_bytes_per_s(),
         "flops_per_s": card.flops_per_s(),
     }
-    card.free()
     with probe_file(folder) as file:
-        from penstock.runtime.ceilings import disk_read_bytes_per_s
-
         found["disk_bytes_per_s"] = disk_read_bytes_per_s(file)
     return found
 
@@ -227,12 +231,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (20 GB); default a temporary folder")
     parser.add_argument("--only", nargs="+", help="settings by the beginnings of their names")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="the CPU is measured in haste")
+    parser.add_argument("--ceilings", type=Path, metavar="FOLDER", help="print the ceilings alone, as one JSON object")
     wanted = parser.parse_args()
+    if wanted.ceilings is not None:
+        print(json.dumps(measured_ceilings(wanted.ceilings)))
+        return
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         folder = wanted.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         start_s, rows = time.perf_counter(), []
-        host = load_or_probe(folder, whole=True)
+        host = load_or_probe(folder, whole=not wanted.quick)
         chosen = choose("cuda", host, None, folder)
         if chosen.name != "cuda":
             sys.exit(f"bench.gpu: {chosen.reason}")
@@ -249,6 +258,7 @@ def main() -> None:
                     row["accelerate"] = accelerate_beside(setting)
             except Exception as error:  # the next setting may do
                 row = {"setting": setting.name, "error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc()
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
         print(json.dumps({"bench": "gpu", "took_s": time.perf_counter() - start_s, "rows": rows}))

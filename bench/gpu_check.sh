@@ -31,12 +31,11 @@ if ! "$PYTHON" -c 'import numpy, highspy, threadpoolctl, tokenizers, jinja2, saf
     part wheels 60 "$PYTHON" -m pip install -q --no-index --find-links build/gpu-wheels \
         numpy highspy threadpoolctl tokenizers jinja2 safetensors typer rich pytest hypothesis ml_dtypes
 fi
-workers=$("$PYTHON" -c 'import xdist; print("-n 12")' 2>/dev/null)
+workers=$("$PYTHON" -c 'import xdist; print("-n 5")' 2>/dev/null)
 timeout 150 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >"$OUT/build.txt" 2>&1 &
 build=$!
 # shellcheck disable=SC2086 (the workers are two words, or none)
-part kernel_tests 100 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_kernels.py
-part expert_tests 50 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_experts.py
+part kernel_tests 100 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_kernels.py tests/gpu/test_experts.py
 wait $build || { failed=1; tail -n 5 "$OUT/build.txt"; }
 warm=""
 for format in int4 int8 float16 bfloat16 float32; do
@@ -45,7 +44,8 @@ for format in int4 int8 float16 bfloat16 float32; do
 done
 # shellcheck disable=SC2086
 wait $warm
-part device_tests 70 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu/test_device.py
+# shellcheck disable=SC2086
+part device_tests 70 "$PYTHON" -m pytest -q -p no:cacheprovider $workers tests/gpu/test_device.py
 part models 220 "$PYTHON" -m bench.gpu --folder "$MODELS"
 part kernels 50 "$PYTHON" -m bench.gpu_kernels --quick
 exit $failed

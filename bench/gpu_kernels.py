@@ -3,7 +3,7 @@ sees; says so in one line where there is none.
 
 Units of an 8B shape, so many copies that no cache holds them; each measurement is one recorded graph over all copies,
 replayed. Ceilings (a copy, a sum) are read before, between and after, the best of them counts. Medians, with the least
-and the most. The last line is one JSON object. Has been run on a processor, with a clock of its own, only.
+and the most. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -184,16 +184,22 @@ void centred_dots(const std::uint8_t* lines, const std::int8_t* fours, I (&to)[n
 inline I i_zero() { return _mm512_setzero_si512(); }
 inline I i_set(std::int32_t x) { return _mm512_set1_epi32(x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+struct Four {
+    std::int8_t bytes[4];
+};
 // acc + Σ over the four bytes of each row: unsigned weights × signed activations. It is exact: nothing saturates.
 // `nibbles`: all weights are below 128.
 template <bool nibbles>
 inline I i_dot(I acc, Line weights, const std::int8_t* four) {
+#ifdef __AVX512VNNI__
+    // The product reads and broadcasts the four itself. By intrinsics GCC has an instruction for it, and clang makes
+    // the broadcasts of several tiles at once and keeps them on the stack: 8 rows took twice as long.
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*reinterpret_cast<const Four*>(four)));
+    return acc;
+#else
     std::int32_t bits;
     __builtin_memcpy(&bits, four, 4);
     const __m512i a = _mm512_set1_epi32(bits);
-#ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(acc, weights, a);
-#else
     const __m512i bytes = _mm512_set1_epi16(255);
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(a, 8), 8), odd = _mm512_srai_epi16(a, 8);
     acc = _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_and_si512(weights, bytes), even));

@@ -8,7 +8,7 @@ for loads of a disk: where such a load follows another one into the same bytes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from penstock.graph import ops
@@ -49,11 +49,13 @@ class _OpenTask:
 
 class Emitter:
     """Turns calls into tasks. Ids rise in the order in which tasks are opened. A task is handed out after all tasks
-    that it waits for. `likens`: sets `Task.like` of tasks of the CPU."""
+    that it waits for. `likens`: the lanes whose tasks get `Task.like`."""
 
-    def __init__(self, likens: bool = False) -> None:
+    def __init__(self, likens: Collection[Lane] = ()) -> None:
         self._likens = likens
-        self._alike: dict[tuple[object, ...], int] = {}  # shapes of batches, operands of calls → first such task
+        self._alike: dict[
+            tuple[object, ...], int
+        ] = {}  # shapes of batches, units and operands of calls → first such task
         self._hazards = Hazards()
         self._tracked = _Tracked()
         # Lane → other lane → the latest task there that it has waited for.
@@ -84,18 +86,20 @@ class Emitter:
         if len(calls) > 1:
             nbytes, flops = sum([call.bytes for call in calls]), sum([call.flops for call in calls])
         calls_and_sums = (tuple(calls), tuple(task.reads), tuple(task.writes), nbytes, flops)
-        like = self._like(task) if self._likens and lane == CPU else -1
+        like = self._like(task) if lane in self._likens else -1
         self._closed.append(Task(task.id, task.lanes, *calls_and_sums, task.after, like))
 
     def _like(self, task: _OpenTask) -> int:
-        """The id of an earlier task with the same calls on weights at home, for batches of the same shape; -1: none."""
-        if any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots):
+        """The id of an earlier task with the same calls on the same slots, for batches of the same shape; -1: none. The
+        CPU's are on weights at home."""
+        moving = any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots)
+        if moving and task.lanes[0] == CPU:
             return -1
         batches = {call.batch.id: call.batch for call in task.calls if call.batch is not None}
         if any(call.batch is None for call in task.calls):
             return -1
         shapes = tuple([batch.shape for batch in batches.values()])
-        key = (shapes, *[call.operands for call in task.calls])
+        key = (shapes, *[(call.unit, call.operands) for call in task.calls])
         if len(self._alike) >= _MOST_ALIKE:
             self._alike.clear()
         first_id = self._alike.setdefault(key, task.id)

@@ -13,10 +13,14 @@ Streamed = tuple[Piece, int, int]  # a piece, its bytes, the block of the pass t
 
 
 class Ring:
-    """Units, or pieces of them, enter in stream order at a cursor that wraps, and leave in the same order."""
+    """Units, or pieces of them, enter in stream order at a cursor that wraps, and leave in the same order.
 
-    def __init__(self, arena: str, nbytes: int) -> None:
-        self.arena, self.nbytes = arena, nbytes
+    `restarts`: the first piece of a pass goes to the beginning of the ring. So each pass has its pieces where the pass
+    before had them, and a device can record its tasks. That leaves at most one piece's room unused, once a pass."""
+
+    def __init__(self, arena: str, nbytes: int, restarts: bool = False) -> None:
+        self.arena, self.nbytes, self._restarts = arena, nbytes, restarts
+        self._firsts: tuple[Piece, ...] = ()  # that a pass begins with, where it restarts
         self._cursor = 0
         self._waiting: deque[Streamed] = deque()  # pieces whose loads are not emitted yet
         self._ahead: deque[tuple[Piece, Slot]] = deque()  # pieces whose loads are emitted, and their calls not yet
@@ -31,6 +35,7 @@ class Ring:
         while len(self._ahead) > kept:
             self._ahead.pop()
         self._waiting = deque([*now[kept:], *then])
+        self._firsts = tuple(pieces[0][0] for pieces in (now, then) if pieces and self._restarts)
 
     def rewind(self) -> None:
         """The next unit goes to the beginning of the ring. So its load waits for calls that still read from there."""
@@ -60,7 +65,7 @@ class Ring:
         piece, nbytes, _ = self._waiting[0]
         if nbytes > self.nbytes:
             raise InternalError(f"{piece} of {nbytes} bytes is larger than {self.arena} of {self.nbytes}")
-        lo = self._cursor if self._cursor + nbytes <= self.nbytes else 0
+        lo = self._cursor if self._cursor + nbytes <= self.nbytes and piece not in self._firsts else 0
         slot = Slot(self.arena, lo, lo + nbytes)
         hi = slot.hi
         for _, held_lo, held_hi in self._taken.values():

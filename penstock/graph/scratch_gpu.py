@@ -21,8 +21,8 @@ ALIGN = 256  # bytes, of every temporary: it suits a GPU's memory transactions a
 # Up to so many rows are multiplied straight from packed weights, four at a time. Four rows take some eight operations a
 # weight, and a card of 4.8 TB/s does 30e12 a second. Widening writes and reads each weight as float32 once: 8 bytes,
 # however many rows there are. By these figures both take the same time near 26 rows. `bench/gpu_kernels.py` measures
-# it.
-FEW_ROWS = 24
+# it. MOST_FEW_ROWS: that a device may be told to multiply so.
+FEW_ROWS, MOST_FEW_ROWS = 24, 64
 
 # 4096 x 2048 float32: half of a large card's cache (40 to 96 MiB), so that the product may find the widened weights
 # there. Not measured yet.
@@ -35,9 +35,9 @@ SUM_PARTS = 4  # partials that one merge reads; further ones are summed before
 # there are at most MOST_SPLITS.
 ATTEND_BLOCK, ATTEND_ROWS, ATTEND_PROGRAMS, MOST_SPLITS = 64, 64, 512, 64
 
-# A sum over granules is split where there are so few tiles that their programs, of 16 warps at most, would leave a card
-# idle. It is split into at most MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs.
-SUM_PROGRAMS, MOST_SUM_SPLITS = 256, 16
+# A sum over granules is split where there are so few tiles that their programs would leave a card idle: into at most
+# MOST_SUM_SPLITS parts, until there are about SUM_PROGRAMS programs, four for each of some 130 processors.
+SUM_PROGRAMS, MOST_SUM_SPLITS = 512, 16
 # Programs of a sum over neurons, of one warp each: 8 for each of the 130 or so processors of a large card.
 NEURON_PROGRAMS = 1024
 
@@ -85,8 +85,8 @@ def spread_bytes(granules: int, blocks: tuple[Block, ...]) -> int:
 
 def add_up_bytes(granules: int, block: Block, rows: int) -> int:
     """Bytes for a product that is summed over granules."""
-    splits = sum_splits(block.rows)
-    return max(wide_bytes(granules, block), _floats(splits * rows * block.rows) if splits > 1 else 0)
+    splits, few = sum_splits(block.rows), min(rows, MOST_FEW_ROWS)  # sums of more rows are not split
+    return max(wide_bytes(granules, block), _floats(splits * few * block.rows) if splits > 1 else 0)
 
 
 def qkv_bytes(part: Part, a: Attention, granules: int, rows: int) -> int:

@@ -28,7 +28,9 @@ class Streams:
     def __init__(self, layout: Layout, emit: Emitter, caches: Caches) -> None:
         plan = self._plan = layout.plan
         self._layout, self._emit, self._caches = layout, emit, caches
-        self._rings = {tier: Ring(f"{tier}.ring", nbytes) for tier, nbytes in plan.ring_bytes.items()}
+        self._rings = {
+            tier: Ring(f"{tier}.ring", nbytes, restarts=is_device(tier)) for tier, nbytes in plan.ring_bytes.items()
+        }
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
         self._stage = Ring("host.stage", plan.stage_bytes)
         # By stream and tier: the units that stream, each with the block that computes it.

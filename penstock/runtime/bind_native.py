@@ -41,14 +41,9 @@ class NativeBinding(NativeOps):
     """Runs calls and tasks of native ops, and keeps those that come again as programs. Arguments as for `Binding`."""
 
     def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        reader: DiskReader | None,
-        kernels: Native,
-        poisoned: bool = False,
+        self, plan: Plan, arenas: Arenas, reader: DiskReader | None, kernels: Native, poisoned: bool = False,
         kv_file: KvFile | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(plan, arenas, reader, kernels, poisoned, kv_file)
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[int, BatchTables] = {}  # of programs, by the batch's id

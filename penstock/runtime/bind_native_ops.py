@@ -50,14 +50,9 @@ class NativeOps(Binding):
     """Every op of a layer in native code, on weights where they lie. Arguments as for `Binding`."""
 
     def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        reader: DiskReader | None,
-        kernels: Native,
-        poisoned: bool = False,
+        self, plan: Plan, arenas: Arenas, reader: DiskReader | None, kernels: Native, poisoned: bool = False,
         kv_file: KvFile | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(plan, arenas, reader, poisoned, kv_file)
         self._compute = kernels.compute
         self._exact = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,23 @@ GOOD = {
     ],
 )
 def test_what_is_wrong_with_a_wheel_is_told(change: dict[str, int | None], says: str | None, tmp_path: Path) -> None:
-    wheel = tmp_path / "penstock-0.1-cp312-abi3-linux_x86_64.whl"
+    told = build.faults(wheel_of(GOOD | change, "manylinux_2_27_x86_64.manylinux_2_28_x86_64", tmp_path))
+    assert (not told) if says is None else any(says in each for each in told), told
+
+
+@pytest.mark.parametrize("platform", ["linux_x86_64", "manylinux_2_31_x86_64"])
+def test_a_wheel_that_needs_a_newer_glibc_is_told(platform: str, tmp_path: Path) -> None:
+    assert build.faults(wheel_of(GOOD, platform, tmp_path)) == ["it should run with glibc 2.28"]
+
+
+def wheel_of(files: Mapping[str, int | None], platform: str, folder: Path) -> Path:
+    """A wheel with files of so many zeros; those of None are missing."""
+    wheel = folder / f"penstock-0.1-cp312-abi3-{platform}.whl"
     with zipfile.ZipFile(wheel, "w") as file:
-        for name, size in (GOOD | change).items():
+        for name, size in files.items():
             if size is not None:
                 file.writestr(name, bytes(size))
-    told = build.faults(wheel)
-    assert (not told) if says is None else any(says in each for each in told), told
+    return wheel
 
 
 def test_this_python_is_found(tmp_path: Path) -> None:

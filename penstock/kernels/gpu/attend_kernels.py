@@ -1,4 +1,4 @@
-"""Triton kernels of attention over the paged cache, in any format. They have run in the interpreter only.
+"""Triton kernels of attention over the paged cache, in any format.
 
 A program has some queries of one KV head: `M` pairs of (row, query head). It reads every SPLITS-th block of N positions
 of their sequence, with a running maximum. Blocks are dealt out by turns, so that all splits have work at any position,

@@ -1,8 +1,7 @@
 """The ops of attention on torch tensors: qkv, attend and out. `kernels.reference.attention` defines them.
 
 Shapes: T rows of the batch, H heads, K KV heads, G = H / K, E head_dim. `positions` int32 [T]: the position of each
-row. `sequence` int32 [T]: the row's sequence, as the pools number them. Other tensors are as in `dense`. Triton parts
-have run in the interpreter only.
+row. `sequence` int32 [T]: the row's sequence, as the pools number them. Other tensors are as in `dense`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Shapes: T rows, D d_model, n rows whose logits are wanted, V vocab. Activations are float32, their last axis contiguous.
 `weights` uint8 [n, granule_bytes] is a unit as packed; `edges` and `norms` uint8 [granule_bytes] are the one granule of
 such a part. Integer tensors are int32, and may change between replays of a recorded graph. Wrong shapes are a
-programmer's error (AssertionError or torch's own). Triton parts have run in the interpreter only.
+programmer's error (AssertionError or torch's own).
 """
 
 from __future__ import annotations

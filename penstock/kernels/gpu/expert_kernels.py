@@ -1,5 +1,4 @@
-"""Triton kernels of FFNs with experts: the router's choice, experts by pairs, and their sum. They have run in the
-interpreter only.
+"""Triton kernels of FFNs with experts: the router's choice, experts by pairs, and their sum.
 
 A pair is one row and one of its experts: pair a + A · t is the a-th expert of row t. There are two ways to compute
 pairs. For few rows a program takes a pair and a tile, straight from the packed weights (`_tile_dot`). For many rows the
@@ -129,7 +128,7 @@ def pair_hidden_kernel(
     pair = tl.program_id(0)
     TILES: tl.constexpr = R // 16
     granule = tl.program_id(1) // TILES
-    tile = tl.program_id(1) - granule * TILES
+    tile = tl.program_id(1) % TILES
     start, found = _find(
         tl.load(ids + pair), p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6,
         l7, granule_words, PAGE_WORDS, GRANULES,
@@ -208,6 +207,25 @@ def _block_dot(
     return total
 
 
+@triton.jit
+def _pairs_of(
+    order, blocks, p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
+    granule_words, PAGE_WORDS: tl.constexpr, GRANULES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of the program's block of `blocks`: (the word at which its expert begins, whether it has an expert that is here
+    and any pairs, the pairs int32 [ROWS], which of these are real)."""
+    entry = blocks + tl.program_id(0) * 3
+    lo = tl.load(entry + 1)
+    hi = tl.load(entry + 2)
+    start, found = _find(
+        tl.load(entry), p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
+        granule_words, PAGE_WORDS, GRANULES,
+    )  # fmt: skip
+    place = lo + tl.arange(0, ROWS)
+    real = place < hi
+    return start, found & (lo < hi), tl.load(order + place, mask=real, other=0), real
+
+
 @triton.jit(do_not_specialize=_SCALARS)
 def block_hidden_kernel(
     words, halves, floats, x, order, blocks, y,
@@ -221,18 +239,13 @@ def block_hidden_kernel(
     """As `pair_hidden_kernel`, for blocks of pairs. `order` int32 [pairs]: the pairs, sorted by expert. `blocks` int32
     [n, 3]: the expert of each block, and the range of `order` that it has. R is a power of 2. Grid: (blocks,
     GRANULES)."""
-    entry = blocks + tl.program_id(0) * 3
-    granule = tl.program_id(1)
-    lo = tl.load(entry + 1)
-    hi = tl.load(entry + 2)
-    start, found = _find(
-        tl.load(entry), p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
-        granule_words, PAGE_WORDS, GRANULES,
+    start, found, pair, real = _pairs_of(
+        order, blocks, p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
+        granule_words, PAGE_WORDS, GRANULES, ROWS,
     )  # fmt: skip
-    if found & (lo < hi):
-        place = lo + tl.arange(0, ROWS)
-        pair = tl.load(order + place, mask=place < hi, other=0)
-        at = tl.where(place < hi, (pair // ACTIVE).to(tl.int64) * x_stride, -1)[:, None]
+    if found:
+        at = tl.where(real, (pair // ACTIVE).to(tl.int64) * x_stride, -1)[:, None]
+        granule = tl.program_id(1)
         start += granule.to(tl.int64) * granule_words
         row = tl.arange(0, R)[:, None]
         up = _block_dot(
@@ -254,7 +267,7 @@ def block_hidden_kernel(
         else:
             up = _activate(up, ACTIVATION)
         spot = y + pair.to(tl.int64)[:, None] * y_stride + granule * R + column[None, :]
-        tl.store(spot, up, mask=(place < hi)[:, None])
+        tl.store(spot, up, mask=real[:, None])
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -266,26 +279,20 @@ def block_down_kernel(
     KIND: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, GROUP_WORDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As `pair_down_kernel`, for blocks of pairs. A program has COLUMNS of the R columns of y. Grid: (blocks, R /
-    COLUMNS)."""
-    entry = blocks + tl.program_id(0) * 3
-    lo = tl.load(entry + 1)
-    hi = tl.load(entry + 2)
-    start, found = _find(
-        tl.load(entry), p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
-        granule_words, PAGE_WORDS, GRANULES,
+    """As `pair_down_kernel`, for blocks of pairs. Grid: (blocks, R / COLUMNS), a program for COLUMNS columns of y."""
+    start, found, pair, real = _pairs_of(
+        order, blocks, p0, p1, p2, p3, p4, p5, p6, p7, f0, f1, f2, f3, f4, f5, f6, f7, l0, l1, l2, l3, l4, l5, l6, l7,
+        granule_words, PAGE_WORDS, GRANULES, ROWS,
     )  # fmt: skip
-    if found & (lo < hi):
-        place = lo + tl.arange(0, ROWS)
-        pair = tl.load(order + place, mask=place < hi, other=0).to(tl.int64)
-        at = tl.where(place < hi, pair * x_stride, -1)[:, None]
+    if found:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        at = tl.where(real, pair.to(tl.int64) * x_stride, -1)[:, None]
         total = _block_dot(
             words, halves, x, at, start + OFFSET, column[:, None], R, tl.zeros((ROWS, COLUMNS), tl.float32),
             granule_words, GRANULES, TILE_WORDS, KIND, COLS, GROUP, GROUP_WORDS, BLOCK, DOT,
         )  # fmt: skip
-        spot = y + pair[:, None] * y_stride + column[None, :]
-        tl.store(spot, total, mask=(place < hi)[:, None] & (column < R)[None, :])
+        spot = y + pair.to(tl.int64)[:, None] * y_stride + column[None, :]
+        tl.store(spot, total, mask=real[:, None] & (column < R)[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "last"])

@@ -5,7 +5,7 @@ Shapes: T rows of the batch, X experts, A experts that a row goes to, D d_model,
 hold them. h and partial are float32 [T, D]. A pair is a row and one of its A experts.
 
 By Triton nothing waits for what routers say, so a step can be recorded. By torch alone the rows of each expert are
-looked up, and the caller waits for them. Triton parts have run in the interpreter only.
+looked up, and the caller waits for them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _by_pairs(
             grid = (pairs, tiles(down.rows))
             expert_kernels.pair_down_kernel[grid](
                 words, halves, hidden, ids, outputs, *scalars, *down_strides, *product.exponents(), *both, *down_of,
-                **product.walk(down, grid[0] * grid[1], 1, part.expert_granules, summed=True),
+                **product.walk(down, grid[0] * grid[1], 1, part.expert_granules),
             )  # fmt: skip
             continue
         expert_kernels.block_hidden_kernel[(len(blocks), part.expert_granules)](

@@ -1,4 +1,4 @@
-"""Triton kernels on FFNs that lie neuron by neuron (`spec/format.py`). They have run in the interpreter only.
+"""Triton kernels on FFNs that lie neuron by neuron (`spec/format.py`).
 
 `live_kernel` lists each granule's neurons whose activation is not 0 for some row. The other kernels walk these lists,
 so what does not fire is not read (PowerInfer, section 5.4: operators aware of neurons).
@@ -81,7 +81,7 @@ def multiply_live_kernel(
     T / ROWS)."""
     QUANTISED: tl.constexpr = KIND == "int4" or KIND == "int8"
     granule = tl.program_id(0) // R
-    nth = tl.program_id(0) - granule * R
+    nth = tl.program_id(0) % R
     row = tl.program_id(1) * ROWS
     if nth < tl.load(counts + granule):
         neuron = tl.load(lives + granule * R + nth)

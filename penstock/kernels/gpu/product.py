@@ -2,7 +2,7 @@
 pieces.
 
 `spread` gives one result per granule (q, k, v, the head). `add_up` sums over granules (o, down). `hidden` is the first
-half of an FFN. Triton parts have run in the interpreter only.
+half of an FFN.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from penstock.spec.parts import Block, Part
 # Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
 # thread needs 128 registers. With eight it needs 200, and few programs would share a processor.
 ROWS_AT_ONCE = 4
-# _WARPS: warps that a large card has at work at once, 32 on each of 130 processors. Where there are fewer tiles, more
-# warps share a tile's columns, but not so many that a last round of programs would leave most processors idle.
-# _LEAST_WARPS, _MOST_WARPS: of a program.
-_WARPS, _LEAST_WARPS, _MOST_WARPS = 4224, 4, 16
+# A program ends with a sum over its warps, so few warps with many chunks each are best: one row through an 8B layer's
+# down takes an H200 22 µs by 512 programs of 4 warps, and 30 µs by 256 of 16 (docs/LOG.md has all sizes).
+# _WARPS: beyond so many in all, more of them gain nothing. _LEAST_WARPS, _MOST_WARPS: of a program. _CHUNKS: that each
+# warp of a program of more than the least has, where each processor of a large card has a program (_PROGRAMS).
+_WARPS, _LEAST_WARPS, _MOST_WARPS, _CHUNKS, _PROGRAMS = 3072, 4, 16, 16, 128
 # Chunks that a warp asks for before it waits, 16 bytes a thread each, for one row. For more rows there are fewer, since
-# the compiler takes half a minute over so many. In sums over granules the chunks' addresses need registers too, and 16
-# warps of two programs have 64 per thread.
-_UNROLL, _SUM_UNROLL = 4, 2
+# the compiler takes half a minute over so many.
+_UNROLL = 4
 
 
 def _warps(programs: int, chunks: int) -> int:
     """Warps of a program: a power of 2, never more than the program has chunks."""
-    warps = 1
-    while 2 * warps <= min(chunks, _MOST_WARPS) and (warps < _LEAST_WARPS or 2 * warps * programs <= _WARPS):
+    warps, least_chunks = 1, _CHUNKS if programs >= _PROGRAMS else 1
+    while warps < _LEAST_WARPS and 2 * warps <= chunks:
+        warps *= 2
+    while 2 * warps <= _MOST_WARPS and 2 * warps * programs <= _WARPS and 2 * warps * least_chunks <= chunks:
         warps *= 2
     return warps
 
@@ -72,11 +74,9 @@ def _chunks(block: Block) -> tuple[int, int, int, int]:
     return groups, group_lines, lines, -(-group_lines // lines)
 
 
-def walk(
-    block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1, summed: bool = False
-) -> dict[str, Any]:
+def walk(block: Block, programs: int, rows: int, granules: int = 1, splits: int = 1) -> dict[str, Any]:
     """Compile-time arguments that say how `_tile_dot` walks a tile of the block, and `num_warps`. `programs`: in the
-    grid. `granules`: over how many the sum goes. `splits`: into how many parts it is split. `summed`: for `add_up`."""
+    grid. `granules`: over how many the sum goes. `splits`: into how many parts it is split."""
     fmt = block.format
     per_word, (groups, group_lines, lines, group_chunks) = columns_of(fmt), _chunks(block)
     per_granule = groups * group_chunks
@@ -88,7 +88,7 @@ def walk(
         "GROUP_WORDS": fmt.group_bytes // 4 if fmt.is_quantised else 0,
         "GROUP_LINES": group_lines, "GROUP_CHUNKS": group_chunks, "GRANULE_CHUNKS": per_granule, "LINES": lines,
         "TAILS": bool(group_lines % lines or block.cols % columns), "CHUNKS": warps,
-        "ROWS": at_once, "UNROLL": max(1, (_SUM_UNROLL if summed else _UNROLL) // at_once), "num_warps": warps,
+        "ROWS": at_once, "UNROLL": max(1, _UNROLL // at_once), "num_warps": warps,
     }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def add_up(
     groups, _, _, group_chunks = _chunks(block)
     chunks = groups * group_chunks * n
     splits = max(1, min(sum_splits(block.rows), chunks // _UNROLL))
-    how = walk(block, n_tiles * splits, t, n, splits, summed=True)
+    how = walk(block, n_tiles * splits, t, n, splits)
     parts = scratch.take((splits, t, block.rows)) if splits > 1 else partial
     tile_kernels.add_up_kernel[(n_tiles, splits, -(-t // how["ROWS"]))](
         words, halves, x, parts, t, chunks, x.stride(0), parts.stride(-2), parts.stride(0), words.stride(0),

@@ -1,4 +1,4 @@
-"""Triton kernels on whole rows: norms and merges, one program per row. They have run in the interpreter only."""
+"""Triton kernels on whole rows: norms and merges, one program per row."""
 
 from __future__ import annotations
 

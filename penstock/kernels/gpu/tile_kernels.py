@@ -1,4 +1,4 @@
-"""Triton kernels on packed weights: products of few rows, widening, single rows. They have run in the interpreter only.
+"""Triton kernels on packed weights: products of few rows, widening, single rows.
 
 A program computes one tile. A warp reads one chunk at a time: LINES lines (8, in int4 a group of 64 columns) of a
 tile's 16 words, 512 bytes that lie together. The chunks of a program's warps are neighbours.
@@ -189,7 +189,7 @@ def spread_kernel(
     TILES2: tl.constexpr = (R2 + 15) // 16
     ALL: tl.constexpr = TILES0 + TILES1 + TILES2
     granule = tl.program_id(0) // ALL
-    tile = tl.program_id(0) - granule * ALL
+    tile = tl.program_id(0) % ALL  # Triton 3.6 fails on a difference where ALL is 1
     row = tl.program_id(1) * ROWS
     tile_at = granule.to(tl.int64) * granule_words
     if tile < TILES0:
@@ -268,7 +268,7 @@ def hidden_kernel(
     Grid: (granules · tiles, T / ROWS)."""
     TILES: tl.constexpr = R // 16
     granule = tl.program_id(0) // TILES
-    tile = tl.program_id(0) - granule * TILES
+    tile = tl.program_id(0) % TILES
     row = tl.program_id(1) * ROWS
     base = granule.to(tl.int64) * granule_words + tile * TILE_WORDS
     bias = floats + granule.to(tl.int64) * granule_floats + tile * 16 + tl.arange(0, 16)

@@ -1,5 +1,5 @@
 """Triton kernel between the products of qkv and the cache: bias, q/k norm, rotation, and storing rows in pages of any
-format. It has run in the interpreter only.
+format.
 
 Codes are the same as the reference's where the numbers are: divisions are rounded correctly, and the launch forbids
 fused multiply-adds (`enable_fp_fusion=False`).

@@ -1,7 +1,6 @@
 """Widens packed weights to float32: whole pieces of a unit for products of many rows, single rows for the embedding.
 
-The torch path makes temporaries of its own, about as large as the widened weights. Triton parts have run in the
-interpreter only.
+The torch path makes temporaries of its own, about as large as the widened weights.
 """
 
 from __future__ import annotations

@@ -47,6 +47,12 @@ class TorchBinding:
         self._views: dict[Slot, Tensor] = {}
         self._numbers: dict[int, dict[int, int]] = {}  # Task.like → batch id → the index of one call of that batch
 
+    def close(self) -> None:
+        """Lets all memory go at once, and not when Python collects this object, which its own methods refer to."""
+        self._views.clear()
+        self._memory.clear()
+        self._ops.clear()
+
     def begin(self) -> None:
         """A pass starts: the one before has ended, so nothing reads the tables."""
         for tables in self._tables:

@@ -1,7 +1,5 @@
-"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, tasks that are enqueued without waiting.
-
-It has run on the processor only, in tests. The parts that are CUDA's own have not met a card yet.
-"""
+"""Makes a GPU a device of the runtime: memory with a hard cap, three streams, and tasks that are enqueued without
+waiting."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class TorchDevice:
         self._binding: TorchBinding | None = None
         self._graphs: Graphs | None = None
         if device.type == "cuda":  # memory that an earlier device of this process left is not ours, nor is its peak
-            torch.cuda.empty_cache()
+            _give_back()
             torch.cuda.reset_peak_memory_stats(device)
         self._cap()
 
@@ -140,10 +138,12 @@ class TorchDevice:
     def close(self) -> None:
         self._wait()
         self._pinned.close()  # while the arenas are still mapped
+        if self._binding is not None:
+            self._binding.close()
         self._graphs = self._binding = None
         self._memory.clear()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+            _give_back()
             torch.cuda.set_per_process_memory_fraction(1.0, self._device)
 
     def _wait(self) -> None:
@@ -161,6 +161,13 @@ class TorchDevice:
         # torch may also take its workspaces and what it rounds up, which the context's bytes count.
         share = max(0, self._limit_bytes - self._context_bytes + WORKSPACE_BYTES) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._device)
+
+
+def _give_back() -> None:
+    """Gives the driver back what torch holds and nobody uses. That includes cuBLAS's workspaces: torch keeps 32 MiB for
+    each stream that ever multiplied, also when the stream is gone."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _crosses(plan: Plan, arena: str) -> bool:

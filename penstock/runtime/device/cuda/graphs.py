@@ -1,8 +1,9 @@
 """Records tasks that come again as CUDA graphs, and launches each by one call.
 
 A decode step of a model that fits is a few hundred kernels of some microseconds each. To launch them one by one would
-take longer than to run them. The lowering says which earlier task a task is like (`Task.like`). The first run of such
-tasks compiles kernels, the second one is recorded.
+take longer than to run them: beside an H200 a call took 124 µs, and a replay takes some 10 µs, of a single call too.
+The lowering says which earlier task a task is like (`Task.like`). The first run of such tasks compiles kernels, the
+second one is recorded.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from penstock.graph.tasks import Task
 from penstock.runtime.device.cuda.bind import TorchBinding
 
 # Graphs that are kept. Where the CPU takes a share of each FFN, a pass has one or two tasks a layer, and each comes in
-# some shapes.
+# some shapes. Where weights are lifted there is a task for each lift: 225 a pass, for 8B within 2 GB.
 _KEPT = 1024
-_LEAST_CALLS = 8  # a task of fewer calls gains nothing
 
 
 class Graphs:
@@ -37,7 +37,7 @@ class Graphs:
     def run(self, task: Task) -> None:
         """Enqueues the task on the current stream."""
         self._binding.prepare(task)
-        if not self._on or task.like < 0 or len(task.calls) < _LEAST_CALLS:
+        if not self._on or task.like < 0:
             self._binding.run(task)
             return
         graph = self._kept.get(task.like)

@@ -2,8 +2,7 @@
 
     python -m penstock.runtime.device.cuda.measure < machine.json > machine-with-device.json
 
-The machine comes on standard input, and goes to standard output with the device's tier and lanes. This has not run
-beside a card yet.
+The machine comes on standard input, and goes to standard output with the device's tier and lanes.
 """
 
 from __future__ import annotations

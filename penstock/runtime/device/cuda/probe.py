@@ -1,7 +1,6 @@
 """Measures a GPU: the link each way, kernels per op and format, launching, and how much copies slow the CPU down.
 
 Plan, sizes and fits are those of the CPU's probe (`runtime.probe_ops`). Seconds are the device's own, between events.
-It has run on the processor only, in tests with few bytes, and has met no card yet.
 """
 
 from __future__ import annotations
