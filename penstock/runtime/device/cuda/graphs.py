@@ -19,7 +19,7 @@ from penstock.runtime.device.cuda.bind import TorchBinding
 
 # Graphs that are kept. Where the CPU takes a share of each FFN, a pass has one or two tasks a layer, and each comes in
 # some shapes. Where weights are lifted there is a task for each lift: 225 a pass, for 8B within 2 GB.
-_KEPT = 1024
+_KEPT = 640  # of some 100 KiB each (`device.GRAPHS_BYTES`)
 
 
 class Graphs:

@@ -17,7 +17,7 @@ from penstock.errors import DeviceFailed, PenstockError
 from penstock.runtime import child, host
 from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
 from penstock.runtime.device.cuda.card import Card, find
-from penstock.runtime.device.cuda.device import WORKSPACE_BYTES
+from penstock.runtime.device.cuda.device import GRAPHS_BYTES, WORKSPACE_BYTES
 from penstock.runtime.device.cuda.probe import DeviceFigures, probe_device
 from penstock.spec import machine as machines
 from penstock.spec.machine import PROCESS_BYTES, Capacity, MachineSpec, Sharing
@@ -55,7 +55,7 @@ def with_device(
         ),
         rates=(*(rate for rate in machine.rates if rate.lane not in lanes), *figures.rates),
         sharing=(*(s for s in machine.sharing if s.beside not in lanes), *sharing),
-        context_bytes=round_up(context_bytes + WORKSPACE_BYTES, MIB),
+        context_bytes=round_up(context_bytes + WORKSPACE_BYTES + GRAPHS_BYTES, MIB),
         device_process_bytes=max(0, round_up(process_bytes - PROCESS_BYTES, MIB)),
     )
 
