@@ -1,10 +1,12 @@
-"""`python -m bench.papers.runs`: PowerInfer's mechanisms as they run here, beside what its paper prints of them.
+"""`python -m bench.papers.runs`: mechanisms of PowerInfer and ScheInfer as they run, beside what is printed of them.
 
     operators  the time of a product of 4096 × 4096 weights in rows of neurons over the dense kernel's, at 90, 50 and
                10 % zeros (Figure 16), by `bench.sparsity --only ops`
     ablation   Figure 15: llama.cpp's split, then predictors and operators, the hybrid engine, the policy. Each is a
                plan of eight of the model's layers, which the executor runs on the paper's machine with a wait for
                every task (`runtime/device/timed`): the schedule runs, and the kernels' times are the machine file's
+    assignment ScheInfer's section V-E4: a prompt whose tokens all go to the device, against one by decode's slices. The
+               executor runs two shortened plans with a wait for every task, and the line through them tells the whole
     loads      Figures 4 and 12: of the neurons of tale-opt and tale-relu that fire for a text that they have not seen,
                the share that a device would compute which has room for some, the hottest by another kind of text. The
                models compute the text here, and their neurons are counted
@@ -26,14 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.papers import powerinfer
+from bench.papers import powerinfer, scheinfer
 from bench.papers.compare import machine_of
 from bench.papers.published import DATA, FIGURES, Published, cells_of
+from bench.papers.traits import TRAITS, of_system
 from bench.throughput_timed import DISTURBANCE, SEED, waits
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
+from penstock.planner.shorten import quick_s
 from penstock.planner.simulate import Simulator
 from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor
@@ -42,7 +46,8 @@ from penstock.spec.plan import Plan
 
 LAYERS, WARM, TIMED, PROMPT, OUTPUT = 8, 1, 2, 64, 128
 ROOM = (0.1, 0.26, 0.43)  # shares of the neurons; Figure 4's of OPT-30B and LLaMA(ReGLU)-70B make 80 %
-PARTS = ("operators", "ablation", "loads")
+BUILT = 64  # tokens; longer prompts by the CPU of ScheInfer as it was built are waited for for minutes
+PARTS = ("operators", "ablation", "assignment", "loads")
 _COLUMNS = ("part", "setting", "model", "published", "predicted", "ran", "how")
 
 
@@ -109,26 +114,58 @@ def _decode(plan: Plan) -> list[Pass]:
     return [passes.decode(plan, (0,), (PROMPT + i,), passes.DECODE) for i in range(WARM + TIMED)]
 
 
-def simulated_s(plan: Plan, cost: Cost) -> float:
-    """Seconds of a decode pass by `simulate`."""
+def simulated_s(plan: Plan, cost: Cost, wanted: Sequence[Pass] = (), warm: int = WARM) -> float:
+    """Seconds of a pass by `simulate`. `wanted`: of these passes behind the `warm` first; none: decode passes."""
     lowering, simulator, found = Lowering(plan), Simulator(cost), []
-    for p in _decode(plan):
+    for p in wanted or _decode(plan):
         start_s = simulator.now_s
         simulator.busy_s(lowering.step(p))
         found.append(simulator.now_s - start_s)
-    return statistics.mean(found[WARM:])
+    return statistics.mean(found[warm:])
 
 
-def waited_s(plan: Plan, cost: Cost) -> float:
-    """Seconds of a decode pass of the executor, in which every task is a wait, in the machine's seconds."""
-    wanted = _decode(plan)
+def waited_s(plan: Plan, cost: Cost, wanted: Sequence[Pass] = (), warm: int = WARM) -> float:
+    """Seconds of a pass of the executor, in which every task is a wait, in the machine's seconds. Passes as above."""
+    wanted = wanted or _decode(plan)
     scale = waits(plan, wanted, cost)
     lowering, work = Lowering(plan), Timed(lambda task: scale * cost.seconds(task), DISTURBANCE, SEED)
     executor = Executor(work, plan.units)
     timelines = [executor.run(lowering.step(p)) for p in wanted]
     executor.close()
     work.forget()
-    return statistics.mean(each.end_s - each.start_s for each in timelines[WARM:]) / scale
+    return statistics.mean(each.end_s - each.start_s for each in timelines[warm:]) / scale
+
+
+# -- assignment ---------------------------------------------------------------------------------------------
+
+
+def assignment() -> Iterator[Ran]:
+    """As penstock would run it, and with ScheInfer's own trait where that is no long wait. All wait at once."""
+    rows = [row for row in FIGURES if "V-E4" in row.table]
+    traits = of_system(TRAITS, "ScheInfer", "ScheInfer")
+    wanted = [(row, scheinfer.of_prompt(row, own)) for row in rows for own in ((), traits)[: 1 + (row.prompt == BUILT)]]
+    plans = [scheinfer.scheinfer(setting, prompts=prompts) for _, setting in wanted for prompts in (False, None)]
+    with ThreadPoolExecutor(len(plans)) as pool:
+        ran = list(pool.map(lambda spent: _prompt_s(spent, waited_s), plans))
+    simulated = [_prompt_s(spent, simulated_s) for spent in plans]
+    for i, (row, setting) in enumerate(wanted):
+        built = "as built" if setting.traits else "as penstock"
+        yield Ran(
+            "assignment", f"prompt of {row.prompt} with tokens assigned, times as fast as by decode's slices, {built}",
+            row.model, f"{row.value:g}", f"{simulated[2 * i] / simulated[2 * i + 1]:.2f}",
+            f"{ran[2 * i] / ran[2 * i + 1]:.2f}", f"prompt on {setting.machine}, every task a wait",
+        )  # fmt: skip
+
+
+def _prompt_s(spent: scheinfer.Spent, seconds: Callable[[Plan, Cost, Sequence[Pass], int], float]) -> float:
+    """Of a whole prompt: of its passes' mean times their number, of the quickest of the plans that read prompts."""
+    cost = Cost(replace(spent.whole.machine, sharing=()))
+
+    def whole(plan: Plan) -> float:
+        wanted = list(passes.prompts(plan, (0,), [spent.whole.ask.prompt_tokens], passes.DECODE))
+        return seconds(plan, cost, wanted, 0) * len(wanted)
+
+    return min(quick_s(plan, whole) for plan in spent.prompts)
 
 
 # -- loads --------------------------------------------------------------------------------------------------
@@ -182,7 +219,8 @@ def main() -> None:
     wanted = parser.parse_args()
     rows = {part: [row for row in kept() if row.part == part] for part in PARTS}
     new: dict[str, Callable[[], Iterator[Ran]]] = {
-        "operators": lambda: operators(wanted.rounds), "ablation": ablation, "loads": lambda: loads(wanted.tokens),
+        "operators": lambda: operators(wanted.rounds), "ablation": ablation, "assignment": assignment,
+        "loads": lambda: loads(wanted.tokens),
     }  # fmt: skip
     for part in wanted.only:
         rows[part] = list(new[part]())

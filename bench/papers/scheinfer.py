@@ -200,11 +200,16 @@ def _of_assignment(row: Published, traits: Traits) -> Predicted:
 
 def _of_tokens(row: Published, traits: Traits) -> Predicted:
     """Section V-E4: prefill with all of a chunk's tokens on the device, against none of those of CC."""
-    assert row.device_memory_bytes is not None and row.prompt is not None
-    limit = row.device_memory_bytes // device_gb(1)
-    setting = Setting(BED_A, row.model, "int4", limit, prompt=row.prompt, traits=traits)
+    setting = of_prompt(row, traits)
     value = scheinfer(setting, prompts=False).ttft_s / scheinfer(setting).ttft_s
     return Predicted(value, None, _EXPERTS_NOTE if setting.is_routed else "")
+
+
+def of_prompt(row: Published, traits: Traits) -> Setting:
+    """Of a row of section V-E4."""
+    assert row.device_memory_bytes is not None and row.prompt is not None
+    limit = row.device_memory_bytes // device_gb(1)
+    return Setting(BED_A, row.model, "int4", limit, prompt=row.prompt, traits=traits)
 
 
 # -- policies -------------------------------------------------------------------------------------------
