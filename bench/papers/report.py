@@ -11,6 +11,7 @@ from bench.papers.compare import (
     ROUNDING,
     LeftOut,
     Row,
+    is_unknown,
     memory_ratio_median,
     not_reproducible,
     once,
@@ -40,7 +41,8 @@ A ratio is predicted over published. **!** marks a published figure that is bett
 physics allows on that machine; it is left out of medians. **~** marks a plan that is not what the system did, or a
 figure that no policy can reproduce. Ratios as penstock beyond {FAR_OFF:g} or 1/{FAR_OFF:g} are bold and explained below
 their table. A cause names traits, or what the paper does not say, such as a batch. It is tested: *undone* is the ratio
-with these alone. Where that is within {FAR_OFF:g}, it is a cause; other rows count as untested. What the paper does not
+with these alone. Where that is within {FAR_OFF:g}, it is a cause. Other rows count as untested and say **cause
+unknown**, since what is explained below their table, if anything is, was not shown to be why. What the paper does not
 say is tried on all far-off rows of a table together. What stands for FlexGen in PIPO's tables is PIPO's measurement of
 it, and so on.
 
@@ -168,7 +170,9 @@ def _table(rows: Sequence[Row]) -> str:
             marks += f"({same[0]}) "
         if row.undone is not None:
             ratio = f"{row.undone / f.value:.2f}"
-            marks += f"undone {ratio}" if row.cause_tested else f"undone only {ratio}"
+            marks += f"undone {ratio} " if row.cause_tested else f"undone only {ratio} "
+        if is_unknown(row):
+            marks += "**cause unknown**"
         lines.append(
             f"| {f.system} | {f.model} | {_setting(f)} | {_unit(f)} | {_number(f.value)} | {_number(row.predicted)} "
             f"| {'**' * row.far_off}{row.ratio:.2f}{'**' * row.far_off} | {_number(row.as_built)} "

@@ -418,6 +418,7 @@ def test_a_refusal_of_the_changed_reading_is_no_end() -> None:
 def test_few_causes_are_untested() -> None:
     found = {paper: untested_causes([row for row in rows() if row.figure.paper == paper]) for paper in PREDICTORS}
     assert all(count <= UNTESTED[paper] for paper, count in found.items()), found
+    assert reporting.the_page().count("**cause unknown** |") == sum(map(comparing.is_unknown, rows()))
 
 
 def test_one_reading_holds_for_a_table() -> None:
