@@ -74,6 +74,12 @@ struct Ops {
     nb::class_<Program>& program;
     nb::dict fields;  // op -> names of its operands, in order
 
+    // Kernels' unit goes to the op with its scratch.
+    template <class Op>
+    static void lend(const Compute& c, Op& op) {
+        if constexpr (requires { op.scratch.unit; }) op.scratch.unit = c.kernels->unit;
+    }
+
     template <class Op, class... Places>
     void def(const char* name, bool (*Kernels::*run)(Pool&, const Op&), Field<Places>... places) {
         const auto make = [=](const typename Crosses<Op, Places>::type&... values) {
@@ -85,7 +91,8 @@ struct Ops {
         compute.def(
             name,
             [=](const Compute& self, const typename Crosses<Op, Places>::type&... values) {
-                const Op op = make(values...);
+                Op op = make(values...);
+                lend(self, op);
                 nb::gil_scoped_release release;
                 require((self.kernels->*run)(*self.pool, op));
             },
@@ -97,6 +104,7 @@ struct Ops {
                 const Counts* const counts = self.counts;
                 self.steps.push_back([=](const Compute& c) {
                     if (counts != nullptr) resize(*op, *counts);
+                    lend(c, *op);
                     return (c.kernels->*run)(*c.pool, *op);
                 });
                 if constexpr (std::is_same_v<Op, ExpertsOp>) self.placed = op;

@@ -12,6 +12,9 @@ std::vector<std::string> cpu_features();
 
 bool has_feature(const char* name);
 
+// Asks the system once for the use of AMX's tile registers, which it grants to whole processes. False where it refuses.
+bool may_use_tiles();
+
 // The CPUs of the calling thread's affinity mask, in rising order; none where the system does not say.
 std::vector<int> allowed_cpus();
 

@@ -66,7 +66,7 @@ void down_tiles(const Matrix& down, const std::uint8_t* block, int lo, int hi, s
                 int nth, const float* before, float* to) {
     const int whole = hidden.q != nullptr ? std::min(hi, down.rows / kTileRows) : lo;
     for (int row = 0; row < hidden.count && lo < whole;) {
-        const int n = panel_of(row, hidden.count).n;
+        const int n = panel_of(row, hidden.count, hidden.by_unit()).n;
         const std::ptrdiff_t at = std::ptrdiff_t(row) * down.rows + lo * kTileRows;
         const Operand operand = hidden.panel(row).at(std::ptrdiff_t(nth) * down.groups() * down.group,
                                                      std::ptrdiff_t(nth) * down.groups(), n);

@@ -49,7 +49,7 @@ constexpr int kGranuleRows = 64;  // the most neurons of a granule whose neurons
 constexpr int kWidestRows = 256;  // and of one in tiles
 // Floats from one row's values of a granule's neurons to the next row's.
 inline int spaced(const Matrix& up) { return std::max(kGranuleRows, up.rows); }
-static_assert(kHiddenRows % kWideRows == 0, "whole panels");
+static_assert(kHiddenRows % kWideRows == 0 && kHiddenRows % kUnitRows == 0, "whole panels");
 static_assert(kFewRows <= kMostFewRows, "scratch is sized for so many");
 
 // Rounds one group of a row, `count` numbers padded to `group`, to int8 with scale = max / 127. `sum`: the sum of the
@@ -94,6 +94,7 @@ struct Prepared {
         if (m.quantised() && !exact) {
             rows.q = take<std::int8_t>(scratch, n * width);
             rows.scale = take<float>(scratch, n * groups);
+            if ((m.kind == Kind::kInt4 || m.kind == Kind::kInt8) && m.group % 16 == 0) rows.unit = scratch.unit;
         } else {
             rows.f = take<float>(scratch, n * width);
         }
@@ -108,7 +109,7 @@ struct Prepared {
 
     // Lays out group j of one row's columns `from` for a granule. Float weights have no groups: then it is all columns.
     static void put(const Rows& rows, const Matrix& m, int row, int granule, int j, const float* from) {
-        const Panel panel = panel_of(row, rows.count);
+        const Panel panel = panel_of(row, rows.count, rows.by_unit());
         const int n = panel.n, r = row - panel.row;
         if (!m.quantised()) {
             float* to = rows.f + panel.row * rows.width + std::ptrdiff_t(granule) * m.cols * n + r;
@@ -131,6 +132,10 @@ struct Prepared {
         std::int16_t* const halves =
             rows.halves ? rows.halves + 2 * (panel.row * rows.groups + std::ptrdiff_t(at) * n) + r : nullptr;
         round_group(from, count, m.group, codes, rows.scale + place, rows.sum + place, halves, n);
+        if (rows.by_unit() && n == kUnitRows) {
+            std::memcpy(rows.q + first + std::ptrdiff_t(r) * m.group, codes, std::size_t(m.group));
+            return;
+        }
         std::int8_t* to = rows.q + first + r * 4;
         for (int i = 0; i < m.group; i += 4) std::memcpy(to + std::ptrdiff_t(i) * n, codes + i, 4);
     }

@@ -15,10 +15,13 @@ const Kernels* find_kernels(const char* name) {
     // PCs since 2021 that lack AVX-512 have its 8-bit dot product for AVX registers.
     if (is("avxvnni") && avx2 && has_feature("avxvnni")) return &kAvxVnniKernels;
     // AVX-512 is built only with VNNI. Processors that have AVX-512 without VNNI (before 2019) run the AVX2 kernels.
-    if (is("avx512") && avx2 && has_feature("avx512bw") && has_feature("avx512vl") && has_feature("avx512dq") &&
-        has_feature("avx512vnni")) {
-        return &kAvx512Kernels;
+    const bool avx512 = avx2 && has_feature("avx512bw") && has_feature("avx512vl") && has_feature("avx512dq") &&
+                        has_feature("avx512vnni");
+    if (is("avx512") && avx512) return &kAvx512Kernels;
+    if (is("amx") && avx512 && has_feature("amx_tile") && has_feature("amx_int8") && may_use_tiles()) {
+        return &kAmxKernels;
     }
+    if (is("amx-model") && avx512) return &kAmxModelKernels;  // its instructions in plain C++, for tests
 #elif defined(__aarch64__)
     if (is("neon") && has_feature("neon")) return &kNeonKernels;
     if (is("dotprod") && has_feature("dotprod")) return &kDotprodKernels;

@@ -92,9 +92,26 @@ struct Granules {
 
 // Memory for temporaries. scratch.h says how much an op wants. With less, kernels cut their work into smaller pieces,
 // as long as one piece fits.
+// A unit that multiplies 16 rows of rounded activations with two adjacent tiles of integer weights at once (AMX), with
+// the same bits as the vectors that it stands for. q [groups][16][group], x_scale and x_sum [groups][16] are one panel;
+// tiles lie `next` bytes apart. sums [16 rows][2 tiles][16] += products, group by group. For groups of a multiple
+// of 16.
+struct UnitProducts {
+    Matrix matrix;
+    const std::uint8_t* first;
+    std::size_t next, stride;  // from a tile to the next, from a granule to the next
+    int granules, tiles;       // tiles: 1 or 2
+    const std::int8_t* q;
+    const float *x_scale, *x_sum;
+    float* sums;
+};
+using Unit = void (*)(const UnitProducts&);
+constexpr int kUnitRows = 16;
+
 struct Scratch {
     std::uint8_t* data;
     std::size_t nbytes;
+    Unit unit = nullptr;  // what a call may use beside its memory
 };
 
 struct FfnShape {
@@ -499,16 +516,17 @@ struct Kernels {
     std::int64_t (*float_products)(std::int64_t rounds, float* sink);
     // The checksum of a granule: XXH3 of 64 bits without a seed. `nbytes` must be more than 240.
     std::uint64_t (*hash)(const std::byte* data, std::size_t nbytes);
+    Unit unit = nullptr;  // of 16 rows and more; null: there is none
 };
 
-// The table of an instruction set ("avx512", "avxvnni", "avx2", on ARM "i8mm", "dotprod", "neon", and "portable"); null
-// if this build or processor has none of that name.
+// The table of an instruction set ("avx512", "amx", "avxvnni", "avx2", on ARM "i8mm", "dotprod", "neon", and
+// "portable"); null if this build or processor has none of that name.
 const Kernels* find_kernels(const char* isa);
 
 // The fastest table that this processor has.
 const Kernels* best_kernels();
 
-extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels, kNeonKernels, kDotprodKernels,
-    kI8mmKernels;
+extern const Kernels kPortableKernels, kAvx2Kernels, kAvxVnniKernels, kAvx512Kernels, kAmxKernels, kAmxModelKernels,
+    kNeonKernels, kDotprodKernels, kI8mmKernels;
 
 }  // namespace penstock

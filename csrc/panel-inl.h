@@ -12,14 +12,17 @@ namespace {
 
 // Rows of activations are multiplied some at a time. n rows make a panel: [columns][n], or for int8 [columns /
 // 4][n][4]. So numbers lie in the order in which instructions read them. Many rows are cut into panels of kWideRows and
-// a rest. Few rows, and the rest, are cut into eights (where there are registers enough), fours, twos and ones.
+// a rest, or of kUnitRows where a unit takes them: then int8 is [groups][n][group]. Few rows, and the rest, are cut
+// into eights (where there are registers enough), fours, twos and ones.
 struct Panel {
     int row, n;
 };
 
-inline Panel panel_of(int row, int count) {
-    const int wide = count > kFewRows ? count / kWideRows * kWideRows : 0;
-    if (row < wide) return {row / kWideRows * kWideRows, kWideRows};
+inline Panel panel_of(int row, int count, bool by_unit) {
+    // Both divisors are constants: no division is made.
+    const auto whole = [&](int rows) { return by_unit ? rows / kUnitRows * kUnitRows : rows / kWideRows * kWideRows; };
+    const int wide = count > kFewRows ? whole(count) : 0;
+    if (row < wide) return {whole(row), by_unit ? kUnitRows : kWideRows};
     int from = wide;
     for (int n = kFewRows; n > 1; n /= 2) {
         for (; from + n <= count; from += n) {
@@ -52,7 +55,9 @@ struct Rows {
     std::int16_t* halves = nullptr;
     std::ptrdiff_t width = 0, groups = 0;  // columns of a row, padded; groups of a row
     int count = 0;
+    Unit unit = nullptr;  // what multiplies wide panels, if not the vectors
 
+    bool by_unit() const { return kHasUnit && unit != nullptr; }
     Operand panel(int row) const { return Operand{f, q, scale, sum, halves}.at(width, groups, row); }
 };
 

@@ -16,6 +16,7 @@ struct I {
 using Line = I;
 
 constexpr int kFewRows = 4, kWideRows = 6, kWideTiles = 1;
+constexpr bool kHasUnit = false;
 constexpr bool kUnpacksBlocks = true;
 
 inline F f_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

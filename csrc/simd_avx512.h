@@ -15,6 +15,7 @@ using Line = __m512i;  // 64 bytes of a tile: 16 rows × 4 bytes
 // tiles at once where there are many rows. Eight chains of int8 products and eight sums fit into the 32 registers. So
 // do 6 × 2 of each, which need one broadcast for two products.
 constexpr int kFewRows = 8, kWideRows = 6, kWideTiles = 2;
+constexpr bool kHasUnit = true;        // many rows may go through a unit of their own (amx)
 constexpr bool kUnpacksBlocks = true;  // products of many rows with weights in blocks go through blocks-many-inl.h
 
 inline F f_zero() { return _mm512_setzero_ps(); }

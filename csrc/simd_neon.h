@@ -17,6 +17,7 @@ struct I {
 using Line = I;
 
 constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr bool kHasUnit = false;
 constexpr bool kUnpacksBlocks = false, kLooksUpWords = false;
 
 // f of each of the four registers of its operands.

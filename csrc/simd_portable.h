@@ -18,6 +18,7 @@ struct Line {
 };
 
 constexpr int kFewRows = 4, kWideRows = 4, kWideTiles = 1;
+constexpr bool kHasUnit = false;
 constexpr bool kUnpacksBlocks = false;
 
 #define PENSTOCK_LANES for (int i = 0; i < 16; ++i)

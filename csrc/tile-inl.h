@@ -264,6 +264,24 @@ struct Tiles {
 };
 constexpr int kMostTiles = 4;
 
+// The rows of a panel that a unit multiplies with each tile.
+template <class Start, class Sink>
+void unit_rows(const Matrix& m, const Tiles& tiles, Unit unit, const Operand& x, int row, const Start& start,
+               const Sink& sink) {
+    alignas(64) float sums[kUnitRows][2][kTileRows];
+    for (int tile = 0; tile < tiles.count; tile += 2) {
+        const int count = std::min(2, tiles.count - tile);
+        for (int r = 0; r < kUnitRows; ++r) {
+            for (int i = 0; i < count; ++i) f_store(sums[r][i], start(row + r, tile + i));
+        }
+        unit({m, tiles.series.first + std::size_t(tile) * m.tile_bytes(), m.tile_bytes(), tiles.series.stride,
+              tiles.series.count, count, x.q, x.scale, x.sum, &sums[0][0][0]});
+        for (int r = 0; r < kUnitRows; ++r) {
+            for (int i = 0; i < count; ++i) sink(row + r, tile + i, f_load(sums[r][i]));
+        }
+    }
+}
+
 // Multiplies rows [lo, hi) of x, which are whole panels, with each tile. start(row, tile) gives the 16 sums so far.
 // Products are added to them in the order of the granules. sink(row, tile, sums) takes the results.
 template <class Start, class Sink>
@@ -312,8 +330,10 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
         }
     }
     while (row < hi) {
-        const int n = panel_of(row, x.count).n;
-        if (n == 6) {
+        const int n = panel_of(row, x.count, x.by_unit()).n;
+        if (kHasUnit && n == kUnitRows) {
+            unit_rows(m, tiles, x.unit, x.panel(row).at(columns, groups, n), row, start, sink);
+        } else if (n == 6) {
             if constexpr (kWideRows == 6) step.template operator()<6, kWideTiles>(row);
         } else if (n == 8) {
             if constexpr (kFewRows == 8) step.template operator()<8, 1>(row);

@@ -58,7 +58,8 @@ No prediction: what penstock's own operators, executor and trained models did in
 picture; its text says that PowerInfer's is faster than dense below 10 % zeros). *Ablation*: Figure 15, each step a plan
 of eight of the model's layers on the paper's machine. The executor runs its tasks with a wait for each, so the schedule
 is real, and the kernels' times are the machine file's; *predicted* is the same plan simulated.
-*Tokens assigned*: ScheInfer's section V-E4, prompts in the same way; as built is waited for at 64 tokens alone. *Loads*: of the neurons
+*Tokens assigned*: ScheInfer's section V-E4, prompts in the same way; as built is waited for at 64 tokens alone.
+*Loads*: of the neurons
 that fire for a held-out text, the share that a device computes which has room for some, the hottest by another kind of
 text (Figure 12). Figure 4 says that 26 % of a layer of OPT-30B, and 43 % of one of LLaMA(ReGLU)-70B, make 0.8.
 

@@ -17,6 +17,7 @@ from penstock.spec.model import Attention, Ffn, Norm, Routed
 from penstock.spec.parts import Block, Part
 
 ISAS = ("avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")  # the fastest of a processor first
+# "amx" too is a family, and is taken only where it is named: it has never run on a processor.
 
 
 def available() -> tuple[str, ...]:

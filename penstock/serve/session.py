@@ -52,8 +52,8 @@ class Running:
     """How passes are computed.
 
     `threads`: at most one for each CPU that this process may use, which is also what None means. `kernels`: avx512,
-    avxvnni, avx2, portable or reference (numpy); None for the best here. `exact`: integer weights are multiplied with
-    float32 activations instead of int8 ones. `serial`: one task at a time (the oracle). `poisoned`: ring slots are
+    amx, avxvnni, avx2, portable or reference (numpy); None for the best here. `exact`: integer weights are multiplied
+    with float32 activations instead of int8 ones. `serial`: one task at a time (the oracle). `poisoned`: ring slots are
     filled with NaN before each load.
     """
 
