@@ -220,10 +220,15 @@ def _print_report(
     engine: Engine, answers: list[Generation], prediction: Prediction, params: SamplingParams,
     from_model: Sequence[str], renewed: Renewed | None = None,
 ) -> None:  # fmt: skip
-    """Prints the JSON object. Its `sampling` is what flags and the model's generation_config.json came to,
-    `sampling_from_model` names what came from the latter, `renewed` is the promise by what disk and RAM gave right
-    before the answer, and `rates` are those that the plan took otherwise than measured. `loading`: seconds until all
-    weights that stay were there, and of them those in which the system made pages ready."""
+    """Prints the JSON object, with these fields beside the report's own:
+
+    sampling             the values that were used, of flags and of the model's generation_config.json
+    sampling_from_model  the names of the values that came from the latter
+    renewed              the promise by the speed that disk and RAM had right before the answer
+    rates                the rates that the plan took otherwise than measured
+    loading              seconds until all weights that stay were there, and how many of these the system spent on
+                         making pages ready
+    """
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound
 

@@ -110,9 +110,9 @@ class Demand:
             yield from self._guess(p, layer + 1, answer)
 
     def demanded(self, p: Pass, layer: int, started: set[int], combines: bool) -> Iterator[Task]:
-        """Computes the experts that were asked for: first those in the cache, then those that a guess has loaded, then
-        each of the others when it is there. `started`: ids of batches whose sum has an addend already. `combines`: the
-        outputs are added up; else `combine` is to be called."""
+        """Computes the experts that were asked for. Experts in the cache come first, then experts that a guess has
+        loaded, then each of the others when it is there. `started`: ids of batches whose sum has an addend already.
+        `combines`: the outputs are added up; else `combine` is to be called."""
         executor, emit = self._cache_of[layer].executor, self._calls.emit
         coming = {*self._brought, *self._waiting, *self._by_cpu, *self._ahead}
         present = self._all_wanted()

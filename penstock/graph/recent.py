@@ -87,8 +87,8 @@ class RecentRecords:
         return placed.tobytes()
 
     def warm(self, rates: Sequence[float]) -> None:
-        """Makes the slots as they are after many passes that asked for each neuron at its rate: those that are asked
-        for most often."""
+        """Fills the slots as they are after many passes that asked for each neuron at its rate: with the neurons of the
+        highest rates."""
         weight = self._use / (1 - 2 ** (-1 / HALF_LIFE))
         self._uses = array("f", (rate * weight for rate in rates))
         self._held = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)[: self._slots]

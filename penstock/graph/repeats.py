@@ -1,14 +1,14 @@
 """Reuses the tasks of a pass for later passes of the same shape: for every token of a model that is all in memory.
 
-Where nothing streams, two passes of the same shape (purpose, how many sequences, rows and rows that want logits each
-batch has; where sequences have consecutive pages also which they are, and whose the rows are) differ only in positions,
-in pages, and in the cost of attention there. The first is lowered, and the others are views of its tasks. That takes
-microseconds instead of 1.7 ms for 16 layers, of a step of some 18 ms. A pass begins when the pass before has ended, so
-edges from one pass to the next say nothing new.
+The shape of a pass is its purpose, and of each batch the numbers of sequences, of rows, and of rows that want logits.
+If sequences have consecutive pages, their ids, and whose the rows are, belong to the shape too. Where nothing streams,
+two passes of one shape differ only in positions, in pages, and in the cost of attention there. The first is lowered.
+The others are views of its tasks, which takes microseconds instead of 1.7 ms (16 layers, of a step of some 18 ms). A
+pass begins when the pass before has ended, so edges from one pass to the next say nothing new.
 
-Who runs prepared tasks by their batches alone, and never looks at calls, gets tasks of the same form: purpose, batches,
-whether these want logits or hidden states, and where pages are consecutive also whose they are. A server's passes have
-a handful of forms, whatever their numbers of rows and sequences.
+The form of a pass is less: its purpose, its batches, and whether these want logits or hidden states. If pages are
+consecutive, whose they are belongs to it too. Native programs take numbers of rows and sequences as data, and never
+look at calls, so they run the tasks of any pass of the same form. A server's passes have a handful of forms.
 """
 
 from __future__ import annotations

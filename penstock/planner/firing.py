@@ -103,8 +103,8 @@ def measured(profile: Profile | None) -> Firing | None:
 
 @lru_cache(maxsize=64)
 def expected(spec: ModelSpec) -> Firing:
-    """What is taken of a model without a profile: tokens that are independent of each other, and PowerInfer's figures
-    (Table 3 and Figure 4); or that all neurons fire, where there are none."""
+    """The firing assumed of a model without a profile. Tokens are taken to be independent of each other, and neurons to
+    fire at PowerInfer's figures (Table 3 and Figure 4). Where PowerInfer has none for it, all neurons fire."""
     known = activity.published(spec)
     if known is None:
         return Firing((1.0,) * len(FIRED_TOGETHER), "without a profile, all are taken to fire")

@@ -48,14 +48,13 @@ class ExpertUse:
     """How well a plan's caches for experts do, as averages over decode passes, a sequence.
 
     wanted          experts that the layers with a cache want
-    missed          the wanted experts that were not in the cache when the pass began. Of a layer with two caches it is
-                    the device's
-    absent          those of the missing experts that were not in the cache in RAM either, of plans with two caches for
-                    a layer; None for others
-    guessed         those of the missing experts that a guess had loaded ahead
-    wrong           experts that a guess had loaded and that were not wanted
-    loaded_bytes    bytes that were read from a disk for missing experts and for wrong guesses
-    source          what routers were taken to say
+    missed          wanted experts that were not in the cache when the pass began. If a layer has two caches, this is
+                    about the device's
+    absent          missed experts that were not in the cache in RAM either. None if no layer has two caches
+    guessed         missed experts that a guess had loaded ahead
+    wrong           experts that a guess had loaded and that nobody wanted
+    loaded_bytes    bytes that were read from a disk for missed experts and for wrong guesses
+    source          where the routers' answers come from that were taken
     cold_s          seconds of the first COLD_PASSES passes after the prompts; 0 if these were not simulated
     """
 

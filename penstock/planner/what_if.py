@@ -175,7 +175,8 @@ def _alike(candidates: Iterable[Candidate], strategy: str) -> Plan | None:
     from penstock.planner.solve.ours import experts
 
     first = None
-    alone = strategy in (scheinfer.NAME, llama_cpp.NAME)  # their one candidate; those that follow are not alike
+    # These two solvers have one candidate each, which comes first. The next one is another solver's.
+    alone = strategy in (scheinfer.NAME, llama_cpp.NAME)
     looked_at = _MOST_LOOKED_AT if strategy.startswith(experts.NAME) else _LOOKED_AT
     for candidate in islice(candidates, 1 if alone else looked_at):
         if candidate.strategy in (strategy, WHOLE):

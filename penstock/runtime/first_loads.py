@@ -25,9 +25,15 @@ _LOADS_AHEAD = 8  # loads of weights that are begun beyond the one waited for
 
 
 class FirstLoads(NamedTuple):
-    """What loading took: the `bytes` of all weights that stay; of these what was `timed`, at its median speed, and the
-    `loads` of that. What was loaded while pages of the arenas were taken still waited for the memory, and not for the
-    disk: it is not timed, nor is the first load that ended after that."""
+    """How long loading took.
+
+    bytes   of all weights that stay
+    timed   the bytes whose loads were timed, and the seconds that they take at the median speed of these loads
+    loads   how many loads were timed
+
+    While pages of the arenas are still being taken, a load waits for memory and not for the disk. Such loads are not
+    timed, nor is the first one that ends after that.
+    """
 
     bytes: int
     timed: Read

@@ -175,9 +175,9 @@ class DiskReader:
         return all(direct for _, direct in self._fds.values())
 
     def home(self, part: str, lo: int, hi: int, disk: Tier) -> tuple[_native.Reader, int, int, int]:
-        """What native code reads granules lo..hi of a part by: a reader of its own, past the queue of `start`; the
-        file, where they begin in it, and the number of the first one's checksum. Where there is an io_uring, reads are
-        begun by the thread that computes."""
+        """What native code needs to read granules lo..hi of a part by itself: (reader, file descriptor, their offset in
+        the file, number of the first granule's checksum). The reader is apart from the queue of `start`. Where there is
+        an io_uring, the thread that computes begins the reads."""
         place = self.place(part, lo, hi)
         reader = self._askers.get(disk)
         if reader is None:

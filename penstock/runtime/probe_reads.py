@@ -108,8 +108,10 @@ def _small(loads_s: LoadsS, refused: str, until_s: float) -> Reads | None:
 def _engine(
     way: Way, before: _Tried, loads_s: LoadsS, sizes: Sequence[tuple[int, int]], refused: str, until_s: float
 ) -> tuple[Way, _Tried, str]:
-    """The way itself, or the same with an io_uring where that is faster by the margin; its times; and the reason.
-    `before`: its times as known. `refused`: why this system has no io_uring, or "" where it has."""
+    """Chooses between a way and the same way with an io_uring, which has to be faster by _MARGIN. Returns the chosen
+    way, its times, and the reason.
+
+    `before`: the way's times as known. `refused`: why this system has no io_uring, or "" where it has."""
     other = Way("io_uring", way.depth, way.block_bytes)
     if refused:
         return way, _compare([way], loads_s, sizes, 3, until_s).get(way, before), refused

@@ -171,9 +171,10 @@ class Engine:
         return self.generate([prompt_ids], params)[0].token_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Answers in the order of the prompts, as many at a time as the plan has sequences: all their prompts first,
-        then a token of each. So `bench` measures either as the plan is predicted, and tests have an oracle for the
-        scheduler of `serve.service`, through which all others answer several prompts.
+        """Answers prompts, in their order, as many at a time as the plan has sequences. It reads all these prompts
+        before it generates a token of each. That is how the plan is predicted, so `bench` can measure prompts and
+        decoding apart. Tests take it as an oracle for the scheduler of `serve.service`, through which everybody else
+        answers several prompts.
 
         Raises BadRequest for prompts that are no ids of this model or do not fit the context, and where this thread
         holds an open stream; DamagedModel, StorageFailed and DeviceFailed from passes; BrokenModel for logits that are

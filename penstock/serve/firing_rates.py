@@ -71,9 +71,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class HowFired:
-    """What was measured of a layer, or the means of several: `active`, the share of neurons that fire for a token;
-    `hot`, the share of neurons whose rates are to make 80 % of all activations, and `made`, the share that these make;
-    `alike`, the share of a token's live neurons that were live for the token before it too."""
+    """How the neurons of a layer fired, as measured, or the means of several layers.
+
+    active  the share of neurons that fire for a token
+    hot     the share of neurons whose rates are meant to make 80 % of all activations
+    made    the share of all activations that these hot neurons made
+    alike   the share of a token's live neurons that were live for the token before it too
+    """
 
     active: float
     hot: float

@@ -152,7 +152,8 @@ def with_recall(found: Fitted, heard: Heard, chosen: NDArray[np.intp], recall: f
     scores = np.concatenate(above) if above else np.zeros(0, np.float32)
     if not len(scores):
         return found
-    # So many of the lowest scores may be missed. What is equal to the threshold would not be above it.
+    # So many of the lowest scores may be missed. The threshold is just below the next one, for a score has to be above
+    # it.
     missed = min(len(scores) - 1, int((1 - recall) * len(scores)))
     threshold = np.nextafter(np.partition(scores, missed)[missed], np.float32(-np.inf))
     return Fitted(found.hidden, found.hidden_bias, found.neurons, found.neurons_bias - threshold)

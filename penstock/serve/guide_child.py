@@ -39,8 +39,8 @@ FEW = 64  # ids that are told one by one
 _NOT_ZERO = re.compile(rb"[^\0]")
 _COMPILED = 8  # rules that are kept, so that the answers to one request share one
 
-# What may come: a few ids; or the number of a mask that was told before; or a number, and the mask in base64 that has
-# it from now on. A schema has few masks of many ids: within a string, and by how long it may still become.
+# The ids that may come next, in one of three forms: a few ids; the number of a mask that was sent before; or a new
+# number and its mask in base64. A schema has few masks of many ids: within a string, by how long it may still become.
 Mask = list[int] | int | tuple[int, str]
 NUMBERED = 32  # masks that both sides keep; the one that was asked for longest ago leaves
 

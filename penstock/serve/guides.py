@@ -239,7 +239,7 @@ class _Known:
 
 
 class Guide:
-    """Guides one answer. Whoever has one tells it each token (`push`); it leaves the child when it is collected."""
+    """Guides one answer. Its owner tells it each token (`push`). The child forgets it when it is collected."""
 
     def __init__(self, guides: Guides, number: int, rule: Rule) -> None:
         self.number, self._guides = number, guides

@@ -8,8 +8,8 @@ runs stay in the file, and count again if those figures return. The band of a pr
 it: the same lane binds, a pass takes about as long, and the same is done about neurons that do not fire. So runs of a
 tiny model say nothing of a large one, nor do runs that ask predictors of runs that compute all.
 
-Predictions take some figures as the runs of the last days show them (`serve/lately`). The machine's present figures are
-those that were measured: what runs are kept with does not change by that.
+Predictions take some figures as the runs of the last days show them (`serve/lately`). Runs are kept under the measured
+figures all the same, so such a shift does not make earlier runs count as another machine's.
 """
 
 from __future__ import annotations

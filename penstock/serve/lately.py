@@ -118,8 +118,8 @@ _TERMS = ("s_per_byte", "s_per_flop")
 
 
 def why(lately: Lately, solved: Solved, ask: Ask) -> list[str]:
-    """Lines about the rates that this prediction takes otherwise than measured, and about those that it depends on
-    most."""
+    """Lines for the user: the rates that runs of the last days have shifted, and the rates that this prediction depends
+    on most."""
     plan, p, machine, batch = solved.plan, solved.prediction, lately.machine, ask.batch
     prompt = min(ask.prompt_tokens, plan.context - 1)
     position = min(prompt + ask.output_tokens // 2, plan.context - 1)

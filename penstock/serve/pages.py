@@ -1,16 +1,17 @@
 """Hands out KV pages to requests, and finds pages again that hold what a prompt begins with.
 
-A page is free, or kept (nobody has it, and it holds tokens), or had by requests. Requests of one owner share whole
-pages. A whole page is found by a digest of its tokens and of all tokens before them, which begins with the owner: what
-one owner sent is never shared with another, for how long a prompt takes would tell what the other one said. A page that
-is not whole, or of which a prompt has only the first tokens, goes on where nobody has it; else its first tokens are
-copied into another page. Kept pages are given away where no page is free, the one longest unused first.
+A page is free, or requests have it, or it is kept: it holds tokens, and nobody has it. Requests of one owner share
+whole pages. A whole page is found by a digest of its owner, its tokens and all tokens before them. Owners never share
+pages: from the time that a prompt takes, one owner could tell what another one sent.
 
-Whole pages may also be stored elsewhere. Those that a prompt begins with come back into pages of their own, before
-anybody reads them; those that are not stored yet are told (`unsaved`). With `swaps` a kept page that is given away is
-stored before that. What is to be done with pages before the next pass is in `moves`, in its order.
+A prompt may begin with only some tokens of a page. If nobody has that page, the prompt takes it over. Else its first
+tokens are copied into another page. Where no page is free, the kept page that was unused longest is given away.
 
-It is pure: which tokens a page holds is told, not read. A page here may be several pages of a plan, which lie together
+Whole pages may also be stored elsewhere. Stored pages that a prompt begins with come back, into pages of their own,
+before anybody reads them. `unsaved` names a whole page that is not stored yet. With `swaps`, a kept page is stored
+before it is given away. `moves` lists what is to be done with pages before the next pass, in order.
+
+It is pure: the caller says which tokens a page holds. A page here may be several pages of a plan, which lie together
 (`Layout.kv.page_group`).
 """
 

@@ -46,10 +46,14 @@ class QueueFull(BadRequest):
 
 
 class Rows(NamedTuple):
-    """Rows of one request in a pass: `tokens` tokens from position `start` on. `reads`: they are tokens of its prompt,
-    and of what it said before it gave its pages back, and not only the last one of its answer. `logits`: of so many of
-    the last rows logits are wanted, and of `hidden` hidden states. `says`: one of them gives a token, or ends a prompt
-    that is pooled."""
+    """Rows of one request in a pass: `tokens` tokens from position `start` on.
+
+    reads   whether they are tokens to read: of the prompt, or of an answer begun before the request gave its pages
+            back. Else there is one row, of the answer's last token
+    logits  so many of the last rows want logits
+    says    whether the last row gives a token, or ends a prompt that is pooled
+    hidden  so many of the last rows want hidden states
+    """
 
     request: int
     seq: int
@@ -62,8 +66,8 @@ class Rows(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are those of `taken.batches[i]`, in their order. `moves`: what
-    is to be done with pages before it, in this order."""
+    """A pass, and whose rows its batches have: `rows[i]` are the rows of `taken.batches[i]`, in their order. `moves`:
+    what is to be done with pages before the pass, in this order."""
 
     taken: Pass
     rows: tuple[tuple[Rows, ...], ...]
@@ -191,11 +195,16 @@ class Scheduler:
         self, request: int, prompt: Ids, priority: int, now_s: float, owner: str = "", scores: bool = False,
         most: int | None = None, pools: Pool | None = None,
     ) -> None:  # fmt: skip
-        """Takes a request with a prompt int32 [n]. `owner`: who sent it; what one owner's prompts left behind is for no
-        other. `scores`: logits of every token of the prompt are wanted, so all of them go through the model, in passes
-        whose logits the plan has room for. `most`: the most tokens of its answer, 1 or more, where nobody will ask
-        after the requests that are here: what a later pass would read is then not loaded for it. `pools`: hidden states
-        of its prompt are wanted, and no answer. Raises QueueFull."""
+        """Takes a request with a prompt int32 [n].
+
+        owner   who sent it. Owners share no pages
+        scores  whether logits of every token of the prompt are wanted. Then all of them go through the model, in passes
+                whose logits the plan has room for
+        most    the most tokens of its answer, 1 or more. To be given only if no request will come after those that are
+                here: behind the last pass nothing is loaded then
+        pools   which hidden states of its prompt are wanted, in place of an answer
+
+        Raises QueueFull."""
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context

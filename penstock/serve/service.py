@@ -1,8 +1,8 @@
 """Answers the requests of many threads together: one thread steps the model, as `Scheduler` says.
 
 A request is submitted with a function that is told what happens to it: text as it becomes certain, then the end. A
-request that is cancelled leaves at the next pass. A request that fails, fails alone. Where a pass fails, all requests
-that have rows in it do, and those that wait go on.
+request that is cancelled leaves at the next pass. A request that fails, fails alone. If a pass fails, all requests with
+rows in it fail. Requests that wait go on.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Service:
         return newcomer(twin, self._times, left, prompt_tokens, output_tokens, now_s)
 
     def refuse(self, why: str) -> None:
-        """From now on no request is taken; those that are here go on."""
+        """Takes no more requests from now on. Requests that are here go on."""
         with self._changed:
             self._refuses = why
 

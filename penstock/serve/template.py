@@ -134,7 +134,8 @@ def _environment() -> jinja2.Environment:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        # Jinja's own filter escapes HTML, and no model was trained on that. What `map` and its like leave is a list.
+        # Jinja's own filter escapes HTML, and no model was trained on that. `map` and its like leave an iterator, which
+        # stands for a list.
         value = list(value) if isinstance(value, Iterator) else value
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -27,9 +27,11 @@ IO_ENGINES = ("threads", "io_uring")
 # The most bytes that one load brings, in plans of ours. Direct reads of 4 MiB and more run at the disk's full rate
 # (docs/LOG.md).
 UNIT_BYTES = 16 * MIB
-# What is done about neurons that do not fire: nothing; or what their zero multiplies is left out (PowerInfer §3); or
-# also the neurons that predictors call inactive are taken for zeros, and left out whole; or activations below a level
-# are taken for zeros.
+# What is done about neurons that do not fire.
+# off         nothing
+# exact       the weights that their zero multiplies are left out (PowerInfer §3)
+# predict     also, neurons that predictors call inactive are taken for zeros, and left out whole: lossy
+# threshold   activations below a level are taken for zeros: lossy
 SPARSITIES = ("off", "exact", "predict", "threshold")
 
 
@@ -169,11 +171,11 @@ class Plan:
     predictors      at most one for each layer; with `sparsity` predict each has one
     caches          by layer; for each at most one in RAM and, after it, one in a device's memory
     sparsity        one of SPARSITIES
-    hole_bytes      of what is asked for, holes of at most so many bytes are read through
-    levels          with `sparsity` threshold: of each layer what counts as zero is below it
-    device_rows     by layer, of those in which a device and the CPU share the rows of prompts
-    value_share     below 1, attention reads the values of a query's best positions alone: of n positions that a row
-                    sees, of those ceil(value_share · n) with the largest scores (FlexGen §4, sparse attention)
+    hole_bytes      between two records that are asked for, a hole of at most so many bytes is read through
+    levels          with `sparsity` threshold, by layer: activations below the level count as zeros
+    device_rows     a table for each layer in which a device and the CPU share the rows of prompts
+    value_share     below 1, attention reads the values of a query's best positions alone (FlexGen §4, sparse
+                    attention): of n positions, of the ceil(value_share · n) with the largest scores
     """
 
     models: tuple[PlanModel, ...]
@@ -216,7 +218,7 @@ class Plan:
 
     @property
     def chosen_from(self) -> int:
-        """The most positions from which attention chooses those that count; 0 where all count."""
+        """The most positions from which attention chooses the best ones; 0 where it reads the values of all."""
         return self.context if self.value_share < 1 else 0
 
     @property

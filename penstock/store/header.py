@@ -30,7 +30,7 @@ DTYPE_BITS = {
     "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 
-# Floats by their name in files. What is none of these in a GGUF file lies in blocks.
+# Floats by their name in files. All other types of a GGUF file lie in blocks.
 KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

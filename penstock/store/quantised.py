@@ -91,7 +91,8 @@ class Pieces:
 
 
 def combine(tensors: dict[str, TensorInfo], how: Quantization) -> tuple[dict[str, TensorInfo], dict[str, Pieces]]:
-    """A folder's tensors, with one for each quantised matrix instead of those that hold it; and these, by its name.
+    """Joins the tensors that hold a quantised matrix. Returns the folder's tensors with one for each such matrix in
+    their place, and by that one's name the pieces that it is made of.
 
     Raises BrokenModel where a tensor is missing or has another shape or type than follows from the others."""
     kept, pieces = dict(tensors), dict[str, Pieces]()

@@ -210,7 +210,7 @@ class RandomWeights:
         encode_rows(values, block, granule)
 
     def _scale(self, block: Block) -> float:
-        """How large a block's numbers are, relative to those that keep the size of what they are multiplied with."""
+        """A factor for a block's numbers. With 1, a product is about as large as the numbers that go into it."""
         if self.rated and block.name in _INTO_RESIDUAL:  # over all layers no more than a token's embedding
             return float((self.spec.d_model * len(self.spec.layers)) ** -0.5)
         return ROUTED_OUT if block.name == "o" and self.spec.is_routed else 1.0

@@ -37,17 +37,17 @@ class Skeleton:
     """Everything of a plan but which bytes stay where, in these fields:
 
     chunk_rows      the most rows of a batch in a prefill pass
-    attention_layers  of so many first layers the main executor computes attention, of the others the CPU
-    kv_home         the home of the KV of these first layers. That of the others is RAM; without a device it is the disk
-    delegates       the CPU attends to the KV of these first layers, whose projections stay with the device
+    attention_layers  the main executor computes attention in so many first layers, the CPU in the others
+    kv_home         the home of KV in these first layers. KV of the others is in RAM, or without a device on the disk
+    delegates       in these first layers the device computes the projections, and the CPU attends to KV
     host_ring_bytes the ring of the CPU
     order           one of `spec.plan.ORDERS`
     main            the executor that holds activations: the device, or the CPU if there is none
 
     The others are of plans with a device:
 
-    lifted          of each layer, the share of the FFN granules outside device memory that the device computes in
-                    decode all the same. They cross the link at each token. The CPU computes the others
+    lifted          by layer, a share of the FFN granules that are not in device memory. In decode the device computes
+                    this share, which crosses the link at each token, and the CPU computes the rest
     prompts         whether the device also computes the CPU's granules where a prompt is read (CG', ScheInfer §IV-B)
     ring_bytes      the ring of the device
     stage_bytes     pinned memory between a disk and the device

@@ -148,8 +148,8 @@ class Answerer:
 
 
 def blocks(lines: Lines, found: Survey, nodes: int) -> Iterator[list[dict[str, Any]]]:
-    """The lines that are to be answered, block by block in the order of the survey: those that begin alike go to one
-    node as far as they fit a block."""
+    """The lines to answer, block by block, in the order of the survey. In that order lines that begin alike follow each
+    other, so one node gets them, as far as they fit a block."""
     size = max(1, min(_MOST_LINES, -(-len(found.todo) // (_BLOCKS_A_NODE * nodes))))
     for at in range(0, len(found.todo), size):
         yield [_line(lines, todo) for todo in found.todo[at : at + size]]

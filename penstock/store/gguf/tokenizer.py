@@ -103,7 +103,7 @@ def _byte_level(metadata: dict[str, Value], entries: Entries, where: str) -> tup
     for merge in _strings(metadata, "merges", where):
         first, _, second = merge[1:].partition(" ")  # an entry may begin with a space
         first = merge[:1] + first
-        # The library takes no others. What they would make is no entry, so it would fall apart again.
+        # The library refuses other merges. They make a token that is no entry, so nothing is lost without them.
         if first in vocab and second in vocab and first + second in vocab:
             merges.append((first, second))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -177,7 +177,7 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> d
 
 
 def _added(entries: Entries, strips: bool) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is cut: control tokens, unknown, and those that users added. `strips`:
+    """Tokens that are found in a text before it is cut: control tokens, the unknown token, and users' own. `strips`:
     whether white space behind control tokens is dropped, as Phi-3 has it (the file does not say)."""
     return [
         {

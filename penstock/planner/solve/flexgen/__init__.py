@@ -7,8 +7,9 @@ For each block and mode, `terms` writes the program, `programs/policy` solves it
 plan. KV is placed by whole layers, so the program is solved again with KV fixed to whole layers. The plan differs from
 that solution by less than a granule of weights a layer.
 
-The best block of each way and mode is a candidate, of one batch and of several where the CPU attends. `solve` simulates
-those that may win: the program knows nothing of lanes that wait for each other, or that work at once.
+For each way and mode the best block is a candidate. Where the CPU attends, there are two: the best block of one batch,
+and the best of several. `solve` simulates the candidates that may win, because the program knows nothing of lanes that
+wait for each other, or that work at once.
 """
 
 from __future__ import annotations

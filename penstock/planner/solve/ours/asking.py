@@ -1,12 +1,16 @@
-"""Plans that read of FFNs the records of neurons that fire: PowerInfer's placement, with a disk where that has RAM.
+"""Plans for models with ReLU that lie on a disk: of each FFN, a token reads only the neurons that fire.
 
-Of each FFN the first granules stay whole, which are the hottest where a packed model is ordered (`pack --profile`). Of
-the others the matrix that is activated stays, and a token reads the records of those that fire; or predictors stay, and
-it reads the records of those that they call active. RAM that is left holds the same share of everything else, and the
-rest of that streams. Where all else fits, what is left then holds more granules.
+This is PowerInfer's placement, with a disk where PowerInfer has RAM. The first granules of each FFN stay in RAM whole.
+In a model packed with `--profile` these are the hottest. Of the other neurons only the matrix that is activated stays.
+It says which of them fire, and a token reads the records of these. With predictors, those stay in place of the matrix,
+and a token reads the records of the neurons that they call active.
 
-Or RAM has slots for the records that were asked for most and lately, in place of granules that stay. So what is hot
-need be known by nobody, and need not lie together. Records that the slots hold are copied, where granules are not.
+RAM that is left holds the same share of every other part, and the rest of those parts streams. If they all fit, more
+granules stay whole.
+
+A second kind of plan keeps no granule whole. RAM has slots for the records that were asked for most often and lately.
+Nobody need know which neurons are hot, and hot ones need not lie together. But a record in a slot has to be copied to
+its place, which a granule that stays has not.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from penstock.spec.parts import PINNED
 from penstock.spec.places import DISK, HOST, is_disk
 from penstock.spec.plan import Plan, Unit
 
-# The shares of granules that stay whole which are tried. A neuron's record is worth its room if it fires in some 7 % of
+# These shares of granules that stay whole are tried. A neuron's record is worth its room if it fires in some 7 % of
 # the tokens (docs/LOG.md), and of models like OPT's these are the hottest 7 %.
 HOT_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
-# The shares of records for which there are slots that are tried, with no granules that stay.
+# These shares of records that have slots are tried, where no granule stays whole.
 RECENT_SHARES = (0.05, 0.1, 0.2, 0.4)
-# What the process holds for each neuron of units with slots, while it plans and runs (measured: 11 MB for 524,288).
+# The process holds so much for each neuron of units with slots, while it plans and runs (measured: 11 MB for 524,288).
 _SLOTS_NEURON_BYTES = 24
 _HOTTEST, _ORDERED = 0.1, 0.9
 

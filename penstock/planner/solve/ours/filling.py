@@ -105,9 +105,10 @@ def caching(
 
 
 def computed_there(skeleton: Skeleton, experts: bool) -> Resident:
-    """The parts that the device computes if its memory has room for all of them: all but the attention that is left to
-    the CPU, an embedding of which single rows are looked up, which takes no time on the CPU, and, without `experts`,
-    experts and their routers."""
+    """The parts that the device computes if its memory has room for all of them.
+
+    Not among them are: attention of the layers that is left to the CPU; an embedding of which single rows are looked
+    up, since that takes no time on the CPU; without `experts`, experts and their routers."""
     problem, layers = skeleton.problem, skeleton.attention_layers
     parts = (part for part in problem.parts.values() if part.kind != "attn" or part.layer < layers)
     cpu = () if experts else ("experts", "router")
