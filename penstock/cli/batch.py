@@ -128,35 +128,36 @@ def batch(
         if before:
             note(f"{before} of {len(lines)} lines were answered before")
         with progress() as tell:
-            found = survey(lines, journal, names, tokenizer, max_tokens, context, tell)
+            surveyed = survey(lines, journal, names, tokenizer, max_tokens, context, tell)
         if refused := len(journal.done) - before:
             note(f"{refused} lines cannot be answered: OUT says why")
-        if not found.todo:
+        if not surveyed.todo:
             note(f"all {len(lines)} lines are done")
             if as_json:
                 print_json(_counts(None, refused, before, len(lines)))
             return
-        ask = _ask(work, machine, found, context)
+        ask = _ask(work, machine, surveyed, context)
         if nodes is not None:
-            how = replace(_loading(machine, _beside(found, lines, tokenizer), 0), cache=machine.named_cache)
+            how = replace(_loading(machine, _beside(surveyed, lines, tokenizer), 0), cache=machine.named_cache)
             where = str(Path(model).absolute()) if Path(model).exists() else model
             sha256 = model_sha256(source.folder)
-            there = NodeWork(where, weights, sha256, ask, how, names, max_tokens, -(-found.answers // nodes))
-            _over_nodes(there, lines, journal, found, nodes, (refused, before), as_json)
+            there = NodeWork(where, weights, sha256, ask, how, names, max_tokens, -(-surveyed.answers // nodes))
+            _over_nodes(there, lines, journal, surveyed, nodes, (refused, before), as_json)
             return
-        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(found, lines, tokenizer)}
+        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(surveyed, lines, tokenizer)}
         if plan is None:
             with progress() as tell:
-                ask = best_ask(ask, found, source.folder, _loading(machine, beside, source.beside_bytes), tell)
+                ask = best_ask(ask, surveyed, source.folder, _loading(machine, beside, source.beside_bytes), tell)
         with loaded(source, ask, machine, plan, **beside) as engine:
             places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
             with progress() as tell:
-                foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, found.todo, tell)
-            note(f"{found.answers} answers, {places} at once, are predicted to take {format_seconds(foretold.seconds)}")
+                foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, surveyed.todo, tell)
+            takes = format_seconds(foretold.seconds)
+            note(f"{surveyed.answers} answers, {places} at once, are predicted to take {takes}")
             try:
                 with progress() as tell:
-                    shown = _ShownBatch(tell, found.answers)
-                    done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(found)
+                    shown = _ShownBatch(tell, surveyed.answers)
+                    done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(surveyed)
             except KeyboardInterrupt:
                 _say_left(lines, journal)
                 raise

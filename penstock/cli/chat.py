@@ -219,16 +219,16 @@ def _messages_of(file: Path) -> Messages:
     from penstock.store.files import read_json
 
     try:
-        found = read_json(file).get("messages")
+        messages = read_json(file).get("messages")
     except (BrokenModel, PenstockError) as error:
         raise BadRequest(error.message) from None
     roles = ("system", "user", "assistant")
-    if not isinstance(found, list) or len(found) > _MOST_MESSAGES or not all(
+    if not isinstance(messages, list) or len(messages) > _MOST_MESSAGES or not all(
         isinstance(m, dict) and m.keys() == {"role", "content"} and m["role"] in roles and isinstance(m["content"], str)
-        for m in found
+        for m in messages
     ):  # fmt: skip
         raise BadRequest(f"{file} is no conversation that was saved")
-    return found
+    return messages
 
 
 def turns(lines: Iterator[str]) -> Iterator[str]:

@@ -35,18 +35,18 @@ def import_(
     if program is not None and program not in programs:
         raise BadRequest(f"{program:.100} keeps no models that penstock knows of: {' or '.join(programs)}")
     places, wanted = where(), [program] if program is not None else list(programs)
-    found = [each for name in wanted for each in programs[name].listed(places)]
-    formats = [_format(each) for each in found]
+    models = [each for name in wanted for each in programs[name].listed(places)]
+    formats = [_format(each) for each in models]
     if as_json:
-        print_json({"models": [_report(each, *how) for each, how in zip(found, formats, strict=True)]})
+        print_json({"models": [_report(each, *how) for each, how in zip(models, formats, strict=True)]})
         return
-    if not found:
+    if not models:
         folders = {"ollama": ollama_folders(places), "lmstudio": lm_studio_folders(places)}
         looked = ", ".join(str(folder) for name in wanted for folder in folders[name])
         note(f"no models in {looked}")
         return
     rows = [_HEAD]
-    for each, (fmt, why) in zip(found, formats, strict=True):
+    for each, (fmt, why) in zip(models, formats, strict=True):
         runs = one_line(f"no: {why}") if why else "yes"
         rows.append((one_line(each.name), one_line(fmt) or "–", format_bytes(each.nbytes), runs))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]

@@ -66,21 +66,21 @@ def train_predictors(
     beside = training.beside_bytes(spec, fmt)
     with loaded(source, ask, machine, beside_bytes=beside) as engine, progress() as tell:
         name = Path(file).name
-        found = training.train(engine, text, name, recall=recall, seed=seed, most_tokens=tokens, on_progress=tell)
+        trained = training.train(engine, text, name, recall=recall, seed=seed, most_tokens=tokens, on_progress=tell)
         total_bytes = engine.packed.total_bytes
-    kept = predictors.keep(found.predictors, found.granules, source.folder, spec)
+    kept = predictors.keep(trained.predictors, trained.granules, source.folder, spec)
     if as_json:
-        _print_json(found.predictors, spec, kept)
+        _print_json(trained.predictors, spec, kept)
         return
     note(f"kept in {kept}: `--sparsity predict` of this model goes by them")
-    nbytes = sum(granule.nbytes for granule in found.granules)
-    mean = found.predictors.mean(spec)
+    nbytes = sum(granule.nbytes for granule in trained.granules)
+    mean = trained.predictors.mean(spec)
     print(
-        f"{found.predictors.tokens} tokens; {format_bytes(nbytes)} of predictors beside {format_bytes(total_bytes)};"
+        f"{trained.predictors.tokens} tokens; {format_bytes(nbytes)} of predictors beside {format_bytes(total_bytes)};"
         f" they call {mean.active[0]:.1%} of the neurons active, {mean.recall:.1%} of those that fire"
     )
     print("layer  rank  fires  active  recall  false alarms")
-    for each in found.predictors.layers:
+    for each in trained.predictors.layers:
         print(
             f"  {each.layer:3}  {each.rank:4}  {each.fires:5.1%}  {each.active[0]:6.1%}  {each.recall:6.1%}"
             f"  {each.false_alarms:6.1%}"

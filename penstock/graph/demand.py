@@ -210,12 +210,12 @@ class Demand:
 
     def _cached(self, layer: int, executor: Executor, experts: Iterable[int]) -> dict[int, Slot]:
         """The slots of experts that are in a cache of the layer."""
-        found, cache, slot = dict[int, Slot](), self._caches[layer, executor], self._layout.cache_slot
+        slots, cache, slot = dict[int, Slot](), self._caches[layer, executor], self._layout.cache_slot
         for expert in experts:
             number = cache.slot(expert)
             assert number is not None, f"layer {layer}: {expert} is not among {cache.held} on {executor}"
-            found[expert] = slot(layer, executor, number)
-        return found
+            slots[expert] = slot(layer, executor, number)
+        return slots
 
     # -- loads and lifts ------------------------------------------------------------------------------------
 

@@ -64,22 +64,22 @@ class Records(NamedTuple):
     def runs(self, neurons: Sequence[int], granule_rows: int, hole_bytes: int) -> tuple[Run, ...]:
         """The pages with the records of some neurons, in rising order, as runs that lie in one granule each. Holes of
         at most `hole_bytes` are filled."""
-        found: list[Run] = []
-        at, begin, end = -1, 0, 0
+        runs: list[Run] = []
+        open_granule, begin, end = -1, 0, 0
         for neuron in neurons:
             granule, i = divmod(neuron, granule_rows)
             base = granule * self.granule_bytes
             lo = (base + self.lo + i * self.stride) // PAGE_BYTES * PAGE_BYTES
             hi = round_up(base + self.lo + (i + 1) * self.stride, PAGE_BYTES)
-            if granule == at and lo - end <= hole_bytes:
+            if granule == open_granule and lo - end <= hole_bytes:
                 end = hi
                 continue
             if end:
-                found.append((begin, end))
-            at, begin, end = granule, lo, hi
+                runs.append((begin, end))
+            open_granule, begin, end = granule, lo, hi
         if end:
-            found.append((begin, end))
-        return tuple(found)
+            runs.append((begin, end))
+        return tuple(runs)
 
     def place(self, run: Run, lo: int) -> int:
         """Where a run lies among the pages with records of granules from `lo` on, one after the other."""

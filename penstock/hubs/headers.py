@@ -147,17 +147,17 @@ class _Stub:
 
     def gguf(self, choice: Choice) -> _Read:
         """The headers, and the tables that a config is made of. Returns what was read of the first file."""
-        found: list[_Read] = []
+        first_reads: list[_Read] = []
         for file in choice.files:
-            ahead = _Ahead(self, file, _MAX_PART_HEADER_BYTES if found else MAX_HEADER_BYTES)
+            ahead = _Ahead(self, file, _MAX_PART_HEADER_BYTES if first_reads else MAX_HEADER_BYTES)
             header = walk_gguf_header(self.folder / file.name, ahead, file.nbytes)
             tables = {}
             for name in ROPE_TABLES & header.tensors.keys():
                 tensor = header.tensors[name]
                 tables[name] = self._read(file, tensor.offset, tensor.offset + min(tensor.nbytes, _MAX_TABLE_BYTES))
-            found.append(_Read(bytes(ahead.content), header, tables))
-            self._write_gguf(file, found[-1])
-        return found[0]
+            first_reads.append(_Read(bytes(ahead.content), header, tables))
+            self._write_gguf(file, first_reads[-1])
+        return first_reads[0]
 
     def sibling(self, choice: Choice, whole: Choice, first: _Read) -> None:
         """A file that differs from `whole`, of which `first` was read, in its tensors' formats. Their list is looked

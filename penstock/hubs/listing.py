@@ -129,7 +129,7 @@ def local_files(folder: Path) -> dict[str, RemoteFile]:
     """The files of a folder with their sizes, by their paths in it. Links that lead nowhere are left out.
 
     Raises BadRequest if there are more than _MAX_LOCAL_FILES files."""
-    found: dict[str, RemoteFile] = {}
+    files: dict[str, RemoteFile] = {}
     for base, folders, names in os.walk(folder):
         folders[:] = [each for each in folders if not each.startswith(".")]
         for name in names:
@@ -137,10 +137,10 @@ def local_files(folder: Path) -> dict[str, RemoteFile]:
             relative = path.relative_to(folder).as_posix()
             with contextlib.suppress(OSError):
                 if path.is_file() and is_plain(relative):
-                    found[relative] = RemoteFile(relative, path.stat().st_size)
-            if len(found) > _MAX_LOCAL_FILES:
+                    files[relative] = RemoteFile(relative, path.stat().st_size)
+            if len(files) > _MAX_LOCAL_FILES:
                 raise BadRequest(f"{folder} holds more than {_MAX_LOCAL_FILES} files")
-    return found
+    return files
 
 
 def choose(
@@ -222,15 +222,15 @@ def models_in_gguf(listing: Listing) -> dict[str, Choice]:
     """The models in GGUF of a repository, by name and folder. A split one that lacks files is left out."""
     paths = [path for file in sorted(listing.files) if (path := PurePosixPath(file)).suffix == ".gguf"]
     parts = Counter(_split_set(path) for path in paths)
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for path in paths:
         key, count = _split_set(path)
         # Sets that lack files are told by their number, before their names are gone through.
-        if key in found or parts[key, count] < count or _NO_MODEL.fullmatch(path.stem):
+        if key in choices or parts[key, count] < count or _NO_MODEL.fullmatch(path.stem):
             continue
         with contextlib.suppress(BadRequest):
-            found[key] = _gguf(listing, str(path))
-    return found
+            choices[key] = _gguf(listing, str(path))
+    return choices
 
 
 def _split_set(path: PurePosixPath) -> tuple[str, int]:

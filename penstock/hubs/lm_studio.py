@@ -26,10 +26,10 @@ def listed(where: Where) -> Iterator[Found]:
     seen = set()
     for folder in lm_studio_folders(where):
         for model in _folders(folder):
-            for found in _models(model, model.relative_to(folder).as_posix()):
-                if found.name not in seen:
-                    seen.add(found.name)
-                    yield found
+            for kept in _models(model, model.relative_to(folder).as_posix()):
+                if kept.name not in seen:
+                    seen.add(kept.name)
+                    yield kept
 
 
 def find(text: str, where: Where) -> Found:
@@ -81,12 +81,12 @@ def _models(folder: Path, repo: str) -> list[Found]:
 
 def _folders(folder: Path) -> list[Path]:
     """The folders of models: two deep, sorted."""
-    found: list[Path] = []
+    models: list[Path] = []
     for publisher in _within(folder):
-        found += [model for model in _within(publisher) if is_plain(model.name)]
-        if len(found) > _MAX_MODELS:
+        models += [model for model in _within(publisher) if is_plain(model.name)]
+        if len(models) > _MAX_MODELS:
             break
-    return found[:_MAX_MODELS]
+    return models[:_MAX_MODELS]
 
 
 def _within(folder: Path) -> list[Path]:

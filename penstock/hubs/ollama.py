@@ -46,10 +46,10 @@ def listed(where: Where) -> Iterator[Found]:
     seen = set()
     for folder in ollama_folders(where):
         for path in _manifests(folder / "manifests"):
-            found = _found(folder, path)
-            if found.name not in seen:
-                seen.add(found.name)
-                yield found
+            kept = _found(folder, path)
+            if kept.name not in seen:
+                seen.add(kept.name)
+                yield kept
 
 
 def find(text: str, where: Where) -> Found:
@@ -69,11 +69,11 @@ def find(text: str, where: Where) -> Found:
         except OSError as error:  # the service's folder may be closed to this user
             unread = f"; {folder} cannot be read: {error.strerror}"
             continue
-        found = _found(folder, path)
-        if found.path is None:
-            raise BadRequest(f"{text:.200} cannot be run: {found.why}")
-        return found
-    names = [found.name for found in listed(where)]
+        kept = _found(folder, path)
+        if kept.path is None:
+            raise BadRequest(f"{text:.200} cannot be run: {kept.why}")
+        return kept
+    names = [kept.name for kept in listed(where)]
     there = f"there are {', '.join(names[:10])}" if names else "Ollama keeps none here (OLLAMA_MODELS names its folder)"
     raise BadRequest(f"{text:.200} is not on this machine: {there}{unread}")
 
@@ -92,15 +92,15 @@ def _parts(name: str) -> tuple[str, str, str, str] | None:
 
 def _manifests(folder: Path) -> list[Path]:
     """The files four folders deep, sorted. No link to a folder is followed."""
-    found: list[Path] = []
+    manifests: list[Path] = []
     for base, folders, names in os.walk(folder):
         depth = len(Path(base).relative_to(folder).parts)
         folders[:] = sorted(each for each in folders if depth < _DEPTH - 1 and _PART.fullmatch(each))
         if depth == _DEPTH - 1:
-            found += [Path(base, name) for name in sorted(names) if _PART.fullmatch(name)]
-        if len(found) > _MAX_MANIFESTS:
+            manifests += [Path(base, name) for name in sorted(names) if _PART.fullmatch(name)]
+        if len(manifests) > _MAX_MANIFESTS:
             break
-    return sorted(found[:_MAX_MANIFESTS])
+    return sorted(manifests[:_MAX_MANIFESTS])
 
 
 def _found(folder: Path, manifest: Path) -> Found:

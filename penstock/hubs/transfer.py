@@ -106,15 +106,15 @@ class Repository:
     def commits(self) -> dict[str, str]:
         """The commits that branches, tags and pull requests (refs/pr/NUMBER) led to, by revision. Empty where none was
         asked for, and where one cannot be read."""
-        found, refs = dict[str, str](), self.folder / "refs"
+        commits, refs = dict[str, str](), self.folder / "refs"
         for folder, _, names in os.walk(refs):
             for name in names:
                 file = Path(folder) / name
                 try:
-                    found[str(file.relative_to(refs))] = load(file, 100).decode("ascii", "replace").strip()
+                    commits[str(file.relative_to(refs))] = load(file, 100).decode("ascii", "replace").strip()
                 except (OSError, PenstockError):
                     return {}
-        return found
+        return commits
 
     def pin(self, commit: str) -> None:
         """Notes that somebody asked for this commit by its own name. In a cache that cannot be written nothing is

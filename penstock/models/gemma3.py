@@ -31,5 +31,5 @@ def spec(config: Config) -> ModelSpec:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    found = gemma3_text.sources(spec)
-    return {key: source._replace(tensor=f"language_model.{source.tensor}") for key, source in found.items()}
+    places = gemma3_text.sources(spec)
+    return {key: source._replace(tensor=f"language_model.{source.tensor}") for key, source in places.items()}

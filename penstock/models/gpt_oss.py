@@ -97,14 +97,14 @@ def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
 
 
 def _sources(spec: ModelSpec, names: dict[str, str], turned: bool) -> dict[tuple[str, str], TensorSource]:
-    found = sources_of(spec, names, END_NAMES, {"experts.up": 1, "experts.up_bias": 1}, stacked=True)
-    for (key, block), source in found.items():
+    sources = sources_of(spec, names, END_NAMES, {"experts.up": 1, "experts.up_bias": 1}, stacked=True)
+    for (key, block), source in sources.items():
         if key.endswith(".experts"):
             in_turns = block in ("gate", "up", "gate_bias", "up_bias")
             is_matrix = block in ("gate", "up", "down")
-            found[key, block] = source._replace(step=2 if in_turns else 1, turned=turned and is_matrix)
+            sources[key, block] = source._replace(step=2 if in_turns else 1, turned=turned and is_matrix)
         elif block == "experts_down_bias":
             routed = spec.layers[int(key.partition(".")[0])].routed
             assert routed is not None
-            found[key, block] = source._replace(folded=routed.experts)
-    return found
+            sources[key, block] = source._replace(folded=routed.experts)
+    return sources

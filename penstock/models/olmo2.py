@@ -21,9 +21,9 @@ def spec(config: Config) -> ModelSpec:
     """Raises BrokenModel and UnsupportedModel."""
     bias = config.flag("attention_bias", False)
     details = Details(qkv_bias=bias, out_bias=bias, qk_norm=True, norms_all_heads=True, norm_out=True)
-    found = decoder(config, "olmo2", DEFAULTS, details)
-    layer = replace(found.layers[0], norm_in=False)  # all layers are alike
-    return replace(found, layers=(layer,) * len(found.layers))
+    plain = decoder(config, "olmo2", DEFAULTS, details)
+    layer = replace(plain.layers[0], norm_in=False)  # all layers are alike
+    return replace(plain, layers=(layer,) * len(plain.layers))
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:

@@ -28,15 +28,15 @@ def spec(config: Config) -> ModelSpec:
     details = Details(
         qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", False), rope=RopeRules(theta=2e6)
     )  # fmt: skip
-    found = decoder(
+    plain = decoder(
         config, "smollm3", DEFAULTS, details, window=window,
         layer_types=layer_types_of(config, lambda i: window is not None and not turned[i]),
     )  # fmt: skip
     unturned: dict[Layer, Layer] = {}  # layers that are alike are one object
-    for layer in found.layers:
+    for layer in plain.layers:
         unturned.setdefault(layer, replace(layer, attention=replace(layer.attention, rope=None)))
-    layers = [layer if rope else unturned[layer] for layer, rope in zip(found.layers, turned, strict=True)]
-    return replace(found, layers=tuple(layers))
+    layers = [layer if rope else unturned[layer] for layer, rope in zip(plain.layers, turned, strict=True)]
+    return replace(plain, layers=tuple(layers))
 
 
 def _turned(config: Config) -> list[bool]:

@@ -83,18 +83,18 @@ def sentences(plan: Plan, cost: Cost, tokens: int) -> tuple[str, ...]:
     home = next((home for home in plan.kv if home.home == HOST and home.layers[0] in projected), None)
     if home is None:
         return ()
-    found = crossing(plan, home, cost, tokens)
-    ram, link = format_seconds(found.ram_s), format_seconds(found.link_s)
+    crossed = crossing(plan, home, cost, tokens)
+    ram, link = format_seconds(crossed.ram_s), format_seconds(crossed.link_s)
     where = "the CPU, where KV is" if home.attend == HOST else "the device, to which KV crosses"
-    if found.least_tokens is None:
+    if crossed.least_tokens is None:
         when = f"the link is faster up to a context of {plan.context} tokens"
-    elif found.least_tokens > 1:
-        when = f"the CPU is faster from a context of {found.least_tokens} tokens"
-    elif found.most_tokens is not None and found.most_tokens < plan.context - 1:
-        when = f"the CPU is faster up to a context of {found.most_tokens} tokens"
+    elif crossed.least_tokens > 1:
+        when = f"the CPU is faster from a context of {crossed.least_tokens} tokens"
+    elif crossed.most_tokens is not None and crossed.most_tokens < plan.context - 1:
+        when = f"the CPU is faster up to a context of {crossed.most_tokens} tokens"
     else:
         when = "the CPU is faster at any context"
-    seqs = f"{found.seqs} sequence{'s' if found.seqs > 1 else ''}"
+    seqs = f"{crossed.seqs} sequence{'s' if crossed.seqs > 1 else ''}"
     return (
         f"attention's scores on {where}: at {tokens} tokens of {seqs} a layer takes {ram} with q and the result"
         f" crossing, {link} with KV crossing; {when}, by each alone",

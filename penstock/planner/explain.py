@@ -245,7 +245,7 @@ def _not_yet(solved: Solved) -> list[str]:
 
 def advice(solved: Solved, what_if: WhatIf) -> str:
     """What would make the plan faster by most, in one line."""
-    found = [
+    ways = [
         ("one more GiB of RAM", what_if.one_more_gib),
         ("one more GiB of device memory", what_if.one_more_device_gib),
         ("a disk twice as fast", what_if.faster_disk),
@@ -253,7 +253,7 @@ def advice(solved: Solved, what_if: WhatIf) -> str:
         *((f"--weights {fmt.name}, at some cost in quality,", p) for fmt, p in what_if.other_formats),
     ]
     now = solved.prediction.decode_tokens_per_s
-    there = [(p.decode_tokens_per_s, what) for what, p in found if p is not None]
+    there = [(p.decode_tokens_per_s, what) for what, p in ways if p is not None]
     speed, what = max(there, key=lambda each: each[0], default=(0.0, ""))
     if gain(speed, now) < _SAME:
         return "faster: nothing that is known here" if there else "faster: all weights are in memory already"

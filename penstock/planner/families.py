@@ -48,8 +48,8 @@ def _by_layers(problem: Problem) -> Plan | None:
 
 def _experts_with_cpu(problem: Problem) -> Plan | None:
     """What every token needs on the device; experts in RAM, where the CPU computes them (Fiddler)."""
-    found: list[Candidate] = list(islice(experts.candidates(problem), 1)) if problem.spec.is_routed else []
-    return next((each.plan for each in found if not each.plan.caches), None)
+    candidates: list[Candidate] = list(islice(experts.candidates(problem), 1)) if problem.spec.is_routed else []
+    return next((each.plan for each in candidates if not each.plan.caches), None)
 
 
 FAMILIES: Mapping[str, Callable[[Problem], Plan | None]] = {

@@ -99,12 +99,12 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
     pause_s = Cost(machine).between_passes_s
     share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
-    at = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
-    p = passes.decode(plan, range(speaking), (at,) * speaking, passes.DECODE)
+    position = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
+    p = passes.decode(plan, range(speaking), (position,) * speaking, passes.DECODE)
     if speaking:
         replay.warm(lowering, p, _CACHE_PASSES)
     if prompt_rows:
-        p = _with_prompt(plan, p, speaking, at, prompt_rows, mixed if speaking else "prefill")
+        p = _with_prompt(plan, p, speaking, position, prompt_rows, mixed if speaking else "prefill")
     seconds = []
     for _ in range(_WARM_PASSES + _COUNTED_PASSES):
         start_s = simulator.now_s
@@ -114,13 +114,13 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
     return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES
 
 
-def _with_prompt(plan: Plan, p: Pass, seq: int, at: int, rows: int, purpose: str) -> Pass:
+def _with_prompt(plan: Plan, p: Pass, seq: int, position: int, rows: int, purpose: str) -> Pass:
     """The pass with rows of one more sequence, the last, whose prompt does not end."""
     number = seq // plan.batch_seqs
     batches = {batch.id: batch for batch in p.batches}
     before = batches.get(number, Batch(number, (), (), (), ()))
     batches[number] = Batch(
-        number, (*before.seqs, seq), (*before.start, at), (*before.rows, rows), before.logits
+        number, (*before.seqs, seq), (*before.start, position), (*before.rows, rows), before.logits
     )  # fmt: skip
     together = tuple(batches.values())
     few = max(batch.total_rows for batch in together) <= plan.asking_rows
@@ -138,5 +138,5 @@ def _around(number: int, most: int) -> tuple[int, int]:
     return low, min(2 * low, most)
 
 
-def _between(first: float, last: float, low: int, high: int, at: int) -> float:
-    return first + (last - first) * (at - low) / (high - low)
+def _between(first: float, last: float, low: int, high: int, position: int) -> float:
+    return first + (last - first) * (position - low) / (high - low)

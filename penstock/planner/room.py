@@ -29,18 +29,18 @@ def grown(ask: Ask, spec: ModelSpec, solve: Solve) -> tuple[Ask, Solved, str]:
     context, beyond, dear = _context(ask), spec.max_positions, None
     while context < spec.max_positions:
         longer = min(2 * context, spec.max_positions)
-        found = _within(solve, ask, longer)
-        if found is None or _costs(found, first):
-            beyond, dear = longer, found
+        tried = _within(solve, ask, longer)
+        if tried is None or _costs(tried, first):
+            beyond, dear = longer, tried
             break
-        best, context = found, longer
+        best, context = tried, longer
     for _ in range(_HALVINGS if context < beyond else 0):
         middle = (context + beyond) // 2
-        found = _within(solve, ask, middle)
-        if found is None or _costs(found, first):
-            beyond, dear = middle, found
+        tried = _within(solve, ask, middle)
+        if tried is None or _costs(tried, first):
+            beyond, dear = middle, tried
         else:
-            best, context = found, middle
+            best, context = tried, middle
     if context == spec.max_positions:
         why = "the model's longest"
     elif dear is None:

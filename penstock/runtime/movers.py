@@ -136,11 +136,11 @@ class DiskReader:
     @property
     def bytes_by_disk(self) -> dict[Lane, int]:
         """Bytes read from each disk so far, by the lane of its reads. Still valid after `close`."""
-        found: dict[Lane, int] = dict(self._closed)
+        nbytes: dict[Lane, int] = dict(self._closed)
         for tier, reader in self._all_readers():
             lane = disk_of(tier).reads
-            found[lane] = found.get(lane, 0) + reader.bytes_read
-        return found
+            nbytes[lane] = nbytes.get(lane, 0) + reader.bytes_read
+        return nbytes
 
     def start(self, part: str, lo: int, hi: int, address: int, disk: Tier | None = None) -> DiskLoad:
         """Begins to read granules lo..hi of a part to `address`, which is a multiple of 4096. The load queues behind

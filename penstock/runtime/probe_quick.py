@@ -94,10 +94,10 @@ def _ffn_ratio(layers: Layers, rows: int, like: MachineSpec, kind: str) -> float
 
 def _repeated_s(measure: Callable[[], float], for_s: float) -> float:
     """The mean of a measurement that is repeated for so long: a pass waits for slow reads too."""
-    until_s, found = time.perf_counter() + for_s, list[float]()
-    while not found or time.perf_counter() < until_s:
-        found.append(measure())
-    return statistics.fmean(found)
+    until_s, times_s = time.perf_counter() + for_s, list[float]()
+    while not times_s or time.perf_counter() < until_s:
+        times_s.append(measure())
+    return statistics.fmean(times_s)
 
 
 if __name__ == "__main__":

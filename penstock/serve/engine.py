@@ -160,12 +160,12 @@ class Engine:
     def scores(self, token_ids: Sequence[int], count: int = 0) -> Scores:
         """What the model thinks of a text, and `count` of the likeliest tokens at each place, in passes whose
         logits the plan has room for. Raises as `generate`."""
-        found = Scores(checked_ids(token_ids, self.plan), count)
+        scores = Scores(checked_ids(token_ids, self.plan), count)
         start = 0
         for logits in self.score(token_ids):
-            found.take(start, logits)
+            scores.take(start, logits)
             start += len(logits)
-        return found
+        return scores
 
     def generate_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         return self.generate([prompt_ids], params)[0].token_ids

@@ -254,15 +254,15 @@ class _OneLayer:
             raise BadRequest("inputs of an FFN have nothing in common: this model's neurons cannot be given rates")
         halves, normal = count // 2, NormalDist()
         z = np.array([normal.inv_cdf(rate) for rate in rates], np.float32)  # [N]
-        found, measured = np.empty(part.rows, np.float32), _Counts(part.rows, windows)
+        biases, measured = np.empty(part.rows, np.float32), _Counts(part.rows, windows)
         for g, granule in enumerate(weights):
             rows = slice(g * n, min((g + 1) * n, part.rows))
             matrix = decode(granule[block.offset : block.offset + block.nbytes], block.rows, block.cols, block.format)
             before = h @ matrix[: rows.stop - rows.start].T / scale  # [T, rows]
             fitted = before[:halves]
-            found[rows] = fitted.std(0) * z[rows] - fitted.mean(0)
-            measured.add(rows, (before + found[rows] > 0)[halves:])
-        return found, measured.found(rates)
+            biases[rows] = fitted.std(0) * z[rows] - fitted.mean(0)
+            measured.add(rows, (before + biases[rows] > 0)[halves:])
+        return biases, measured.found(rates)
 
 
 def _require_room(plan: Plan, spec: ModelSpec) -> None:

@@ -106,12 +106,12 @@ def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]
     most = max(1, min(output, plan.context - len(prompt) + 1))
     for request in range(count):
         scheduler.submit(request, prompt, 0, 0.0, most=most)
-    found, waiting = list[Pass](), set(range(count))
+    firsts, waiting = list[Pass](), set(range(count))
     while waiting and (step := scheduler.next(0.0)) is not None:
-        found.append(step.taken)
+        firsts.append(step.taken)
         waiting -= {each.request for rows in step.rows for each in rows if each.says}
         scheduler.end([request for request, said in scheduler.said.items() if said == most])
-    return found
+    return firsts
 
 
 class VirtualClock:

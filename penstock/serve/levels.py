@@ -58,12 +58,12 @@ def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> l
     spec, runs = engine.packed.spec, len(ids) // RUN_TOKENS
     chosen = {run * runs // min(runs, MOST_RUNS) for run in range(min(runs, MOST_RUNS))}
     kept: list[list[Float32]] = [[] for _ in spec.layers]
-    at = [0] * len(spec.layers)
+    heard_rows = [0] * len(spec.layers)
 
     def heard(layer: int, h: Float32, _: NDArray[np.uint8]) -> None:
-        tokens = np.arange(at[layer], at[layer] + len(h))
+        tokens = np.arange(heard_rows[layer], heard_rows[layer] + len(h))
         wanted = np.isin(tokens // RUN_TOKENS, list(chosen))
-        at[layer] += len(h)
+        heard_rows[layer] += len(h)
         kept[layer].append(h[wanted])
 
     with engine.session.hearing.neurons(heard, by_place=True):

@@ -79,22 +79,22 @@ def prompt_list(prompts: object) -> list[str | list[int]]:
     if not _is_list(prompts):
         kind = type(prompts).__name__
         raise TypeError(f"prompts should be a string, a list of token ids, or a list of either, not {kind}")
-    found: list[Any] = list(prompts)  # type: ignore[call-overload]
-    if found and all(map(_is_id, found)):
-        return [found]
-    for i, prompt in enumerate(found):
+    given: list[Any] = list(prompts)  # type: ignore[call-overload]
+    if given and all(map(_is_id, given)):
+        return [given]
+    for i, prompt in enumerate(given):
         if not isinstance(prompt, str) and not (_is_list(prompt) and all(map(_is_id, prompt))):
             kind = type(prompt).__name__
             raise TypeError(f"prompts[{i}] should be a string or a list of token ids, not {kind}")
-    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in found]
+    return [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
 
 
 def conversations(messages: object) -> list[list[dict[str, Any]]]:
     """One conversation, or a list of some, as a list of them. Raises TypeError for anything else."""
     if _is_list(messages):
-        found: list[Any] = list(messages)  # type: ignore[call-overload]
-        asked = [found] if all(isinstance(each, Mapping) for each in found) else found
-        if found and all(_is_list(each) and each and all(map(_is_message, each)) for each in asked):
+        given: list[Any] = list(messages)  # type: ignore[call-overload]
+        asked = [given] if all(isinstance(each, Mapping) for each in given) else given
+        if given and all(_is_list(each) and each and all(map(_is_message, each)) for each in asked):
             return [[dict(message) for message in each] for each in asked]
     raise TypeError('messages should be a list of {"role": "user", "content": "…"}, or a list of such lists')
 

@@ -143,10 +143,10 @@ class Pages:
 
     def digests(self, owner: str, ids: Ids) -> list[bytes]:
         """The digests of a prompt int32 [n] before each of its pages, and after its last whole one."""
-        found = [blake2b(owner.encode(), digest_size=_DIGEST_BYTES).digest()]
+        digests = [blake2b(owner.encode(), digest_size=_DIGEST_BYTES).digest()]
         for lo in range(0, len(ids) - self.tokens + 1, self.tokens):
-            found.append(_after(found[-1], ids[lo : lo + self.tokens]))
-        return found
+            digests.append(_after(digests[-1], ids[lo : lo + self.tokens]))
+        return digests
 
     def lacks(self, digests: Sequence[bytes], ids: Ids) -> bytes | None:
         """The digest of the first page that is not there, of the whole pages before the last token of a prompt."""
@@ -266,18 +266,18 @@ class Pages:
         """The page with the most of ids int32 [n] after `before` that leaves so many `wanted` pages, `here` and itself
         among them where nobody has them; None where nothing does. To go on in a page nobody has is as good as to copy
         it. But then other requests cannot share what it holds, so at least half of that has to be wanted."""
-        found = _Part([], False, 0)
+        best = _Part([], False, 0)
         if not self._leaves(here, wanted - len(here)):
             return None
         for page in self._index.after.get(before, ()):
             held = self._index.content[page].ids
             same = _common(ids, held)
             goes_on = not self._users[page] and 2 * same >= len(held)
-            if not same or (same, goes_on) <= (found.tokens, found.goes_on):
+            if not same or (same, goes_on) <= (best.tokens, best.goes_on):
                 continue
             if goes_on or (self._copies and self._leaves([*here, page], wanted - len(here))):
-                found = _Part([page], goes_on, same)
-        return found
+                best = _Part([page], goes_on, same)
+        return best
 
     def _leaves(self, held: Sequence[int], wanted: int) -> bool:
         """Whether so many pages are to be had besides these."""

@@ -71,12 +71,12 @@ def _refuse_codes(folder: Path) -> None:
     """Raises UnsupportedModel where a checkpoint has quantised tensors that its config.json says nothing of. Headers
     that cannot be read are for `pack` to complain of: a plan needs config.json alone."""
     for file in sorted(folder.glob("*.safetensors")):
-        found: list[str] = []
+        coded: list[str] = []
         with suppress(PenstockError):
-            found = [name for name, tensor in read_header(file).tensors.items() if _has_codes(name, tensor.dtype)]
-        if found:
+            coded = [name for name, tensor in read_header(file).tensors.items() if _has_codes(name, tensor.dtype)]
+        if coded:
             raise UnsupportedModel(
-                f"{folder} has {quoted(found[0])}, which is quantised, but no {KEY} in {CONFIG} that says how"
+                f"{folder} has {quoted(coded[0])}, which is quantised, but no {KEY} in {CONFIG} that says how"
             )
 
 

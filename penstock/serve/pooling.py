@@ -70,11 +70,11 @@ def chosen_pooling(asked: str | None, made_for: str | None) -> Pooling:
 
 def stacked(answers: Sequence[Generation], normalize: bool, width: int) -> NDArray[np.float32]:
     """The first `width` numbers of the embeddings of whole answers, float32 [answers, width]."""
-    found = [answer.embedding for answer in answers if answer.embedding is not None]
-    assert len(found) == len(answers)
-    if not found:
+    embeddings = [answer.embedding for answer in answers if answer.embedding is not None]
+    assert len(embeddings) == len(answers)
+    if not embeddings:
         return np.empty((0, width), np.float32)
-    return np.stack([unit(each, width) if normalize else each[:width] for each in found])
+    return np.stack([unit(each, width) if normalize else each[:width] for each in embeddings])
 
 
 def require_dimensions(dimensions: int | None, has: int) -> int:

@@ -107,20 +107,20 @@ def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
     seems slow."""
     if uses_device(session.plan):
         return ()
-    cost, found = Cost(machine), list[Shift]()
+    cost, shifts = Cost(machine), list[Shift]()
     loaded, disks = session.loading, [lane for lane, nbytes in session.reader.bytes_by_disk.items() if nbytes]
     if len(disks) == 1 and tells(loaded):
         lane = disks[0]
         foretold_s = session.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, loaded.bytes)
-        found.append(Shift(_DISK, loaded.bytes / foretold_s, loaded.bytes_per_s))
+        shifts.append(Shift(_DISK, loaded.bytes / foretold_s, loaded.bytes_per_s))
     resident, foretold = session.read_resident(), cost.bytes_per_s(CPU, "*", "*")
     for _ in range(_MORE_RAM):
         if resident.bytes < _LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:
             break
         resident = max(resident, session.read_resident(), key=lambda read: read.bytes_per_s)
     if resident.bytes >= _LEAST_RAM_BYTES and resident.seconds > 0:
-        found.append(Shift(_RAM, foretold, resident.bytes_per_s))
-    return tuple(found)
+        shifts.append(Shift(_RAM, foretold, resident.bytes_per_s))
+    return tuple(shifts)
 
 
 def tells(loaded: Read) -> bool:

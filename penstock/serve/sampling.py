@@ -166,15 +166,15 @@ class SamplingParams:
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """`logit_bias` as pairs. Raises BadRequest."""
     pairs = given.items() if isinstance(given, Mapping) else given or ()
-    found = []
+    biases = []
     for token, bias in pairs:
         numbers = isinstance(token, int) and isinstance(bias, int | float) and not isinstance(bias, bool)
         if not (numbers and token >= 0 and -100 <= bias <= 100):
             raise BadRequest(f"logit_bias has {token!r}: {bias!r}; it should be an id and a number from -100 to 100")
-        found.append((int(token), float(bias)))
-    if len(found) > MAX_BIASES:
-        raise BadRequest(f"logit_bias has {len(found)} tokens; it should have at most {MAX_BIASES}")
-    return tuple(found)
+        biases.append((int(token), float(bias)))
+    if len(biases) > MAX_BIASES:
+        raise BadRequest(f"logit_bias has {len(biases)} tokens; it should have at most {MAX_BIASES}")
+    return tuple(biases)
 
 
 def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingParams:

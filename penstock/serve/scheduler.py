@@ -323,7 +323,7 @@ class Scheduler:
             room[each.seq // size] -= 1
             logits[each.seq // size] -= 1
         left = self._prompt_rows if speaking else sum(room)
-        found: list[Rows] = []
+        rows: list[Rows] = []
         spoke = {each.request for each in speaking}
         admits, coming = True, set[bytes]()  # digests of pages that are being read
         for request in order:
@@ -348,8 +348,8 @@ class Scheduler:
             ends, wanted = request.read + count == request.tokens, 0 if request.pools else max(0, count - silent_rows)
             hidden = 0 if not request.pools else count if request.pools == "mean" else int(ends)
             room[batch], logits[batch], left = room[batch] - count, logits[batch] - wanted, left - count
-            found.append(Rows(request.id, seq, request.read, count, True, wanted, ends, hidden))
-        return found
+            rows.append(Rows(request.id, seq, request.read, count, True, wanted, ends, hidden))
+        return rows
 
     def _begins(self, request: _Request) -> Ids:
         """All that a request without pages has to read, int32 [n]."""

@@ -32,25 +32,25 @@ def token_bytes(core: Core, left_out: Collection[int], byte_tokens: Collection[i
     if anchor is None:
         return None
     table = _byte_level_table() if "ByteLevel" in kinds else {}
-    found: list[bytes] = []
+    spelled: list[bytes] = []
     for lo in range(0, size, _BATCH):
         ids = range(lo, min(lo + _BATCH, size))
         texts = core.decode_batch([[anchor, i] for i in ids], skip_special_tokens=False)
         for i, text in zip(ids, texts, strict=True):
             name = core.id_to_token(i)
             if name is None or i in left_out or not text.startswith("a"):
-                found.append(b"")
+                spelled.append(b"")
             elif i in byte_tokens:
-                found.append(bytes([int(name[3:5], 16)]))
+                spelled.append(bytes([int(name[3:5], 16)]))
             elif _BROKEN not in text:
-                found.append(text[1:].encode())
+                spelled.append(text[1:].encode())
             else:
                 known = all(character in table for character in name)
-                found.append(bytes(table[character] for character in name) if known else b"")
+                spelled.append(bytes(table[character] for character in name) if known else b"")
     # A byte that a plain token has too is that token's: where a text is forced, the lowest id that fits is taken, and
     # models write `{` and not `<0x7B>`.
-    plain = {each for i, each in enumerate(found) if len(each) == 1 and i not in byte_tokens}
-    return [b"" if i in byte_tokens and each in plain else each for i, each in enumerate(found)]
+    plain = {each for i, each in enumerate(spelled) if len(each) == 1 and i not in byte_tokens}
+    return [b"" if i in byte_tokens and each in plain else each for i, each in enumerate(spelled)]
 
 
 def _kinds(state: Any) -> Iterator[str]:

@@ -94,14 +94,14 @@ class Tokenizer:
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
         """The text of each id by itself, special ones too. Raises BrokenModel where decoding takes more than it may."""
         known, wanted = self._texts, {int(i) for i in ids}
-        found = {i: text for i in wanted if (text := known.get(i)) is not None}
-        if new := sorted(wanted - found.keys()):
+        texts_of = {i: text for i in wanted if (text := known.get(i)) is not None}
+        if new := sorted(wanted - texts_of.keys()):
             texts: list[str] = self._ask("texts", [new], self._limits.task("decoding with it", 16 * len(new)))
-            found.update(zip(new, texts, strict=True))
+            texts_of.update(zip(new, texts, strict=True))
             if len(known) + len(new) > _KEPT_TEXTS:
                 self._texts = known = {}  # another thread may be reading the old one
-            known.update((i, found[i]) for i in new[:_KEPT_TEXTS] if len(found[i]) <= _KEPT_CHARACTERS)
-        return found
+            known.update((i, texts_of[i]) for i in new[:_KEPT_TEXTS] if len(texts_of[i]) <= _KEPT_CHARACTERS)
+        return texts_of
 
     def prefetch_texts(self, ids: Iterable[int]) -> None:
         """Asks the child for `texts` ahead of time, so that later callers have them at hand. After a failure it asks no

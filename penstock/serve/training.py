@@ -81,19 +81,19 @@ def train_ids(
     if len(ids) < LEAST_TOKENS:
         raise BadRequest(f"the text has {len(ids)} tokens; training takes {LEAST_TOKENS} at least")
     layers = predicted_layers(packed.spec)
-    found: list[tuple[LayerPredictor, Uint8]] = []
+    trained: list[tuple[LayerPredictor, Uint8]] = []
     for group in _groups(packed.spec, layers, len(ids)):
         heard = _hear(engine, group, ids, on_progress)
         jobs = [partial(_layer, packed, layer, heard[layer], recall, seed) for layer in group]
         for done in _in_threads(jobs):
-            found.append(done)
+            trained.append(done)
             if on_progress:
-                on_progress("training predictors of layers", len(found), len(layers))
+                on_progress("training predictors of layers", len(trained), len(layers))
     told = Predictors(
-        model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in found),
-        ("0" * 16,) * len(found),
+        model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in trained),
+        ("0" * 16,) * len(trained),
     )  # fmt: skip
-    return Trained(told, tuple(granule for _, granule in found))
+    return Trained(told, tuple(granule for _, granule in trained))
 
 
 def beside_bytes(spec: ModelSpec, weights: Format) -> int:
@@ -182,10 +182,10 @@ def _layer(packed: Packed, layer: int, heard: Heard, recall: float, seed: int) -
         """Bytes that a token reads of the layer with a predictor of this rank."""
         if rank not in tried:
             own = part_of(spec, layer, rank)
-            found = rounded(fit(heard, train_on, rank, seed), own)
-            found = with_recall(found, heard, sets, recall)
-            told = _measured(found, heard, measures, layer, rank)
-            tried[rank] = (told.active[0] * part.nbytes + own.nbytes, told, found)
+            fitted = rounded(fit(heard, train_on, rank, seed), own)
+            fitted = with_recall(fitted, heard, sets, recall)
+            told = _measured(fitted, heard, measures, layer, rank)
+            tried[rank] = (told.active[0] * part.nbytes + own.nbytes, told, fitted)
         return tried[rank][0]
 
     most = most_rank(spec, packed.weights, layer)
@@ -201,8 +201,8 @@ def _layer(packed: Packed, layer: int, heard: Heard, recall: float, seed: int) -
             best, here = bytes_with(other), other
         if here != rank:
             break
-    _, told, found = min(tried.values(), key=lambda each: each[0])
-    return told, granule_of(found, part_of(spec, layer, told.rank))
+    _, told, fitted = min(tried.values(), key=lambda each: each[0])
+    return told, granule_of(fitted, part_of(spec, layer, told.rank))
 
 
 def most_rank(spec: ModelSpec, weights: Format, layer: int) -> int:

@@ -142,12 +142,12 @@ class Vocabulary:
         self, streams: list[tuple[list[int], int, str, bool]]
     ) -> list[tuple[tuple[str, StreamState] | None, float]]:
         """`advance` of several streams, each with the seconds of processor time that it took."""
-        found = []
+        timed = []
         for each in streams:
             start_s = time.process_time()
             progress = self.advance(*each)
-            found.append((progress, time.process_time() - start_s))
-        return found
+            timed.append((progress, time.process_time() - start_s))
+        return timed
 
     def chat(self, messages: list[template.Message], tools: Any) -> str:
         """A conversation as one prompt, by the model's own template. Raises BadRequest with the template's message."""
@@ -169,8 +169,8 @@ class Vocabulary:
     def _marks(self) -> dict[str, int]:
         """Ids of the marks around calls of tools, and around thoughts, that are special tokens here."""
         marks = (*(self._writing or HERMES).marks, THINK, THOUGHT)
-        found = {mark: self._core.token_to_id(mark) for mark in marks}
-        return {mark: i for mark, i in found.items() if i in self._special}
+        ids = {mark: self._core.token_to_id(mark) for mark in marks}
+        return {mark: i for mark, i in ids.items() if i in self._special}
 
     def _id_of(self, name: str, model_config: dict[str, Any]) -> int | None:
         """A special token's id, by its text in tokenizer_config.json, else by config.json. In the second case its text

@@ -60,12 +60,12 @@ class Predictors:
         neurons = [spec.layers[each.layer].ffns[0].neurons for each in self.layers]
         whole = sum(neurons)
         fires = sum(each.fires * n for each, n in zip(self.layers, neurons, strict=True))
-        found = sum(each.recall * each.fires * n for each, n in zip(self.layers, neurons, strict=True))
+        named = sum(each.recall * each.fires * n for each, n in zip(self.layers, neurons, strict=True))
         columns = zip(*(each.active for each in self.layers), strict=True)
         active = tuple(sum(a * n for a, n in zip(at, neurons, strict=True)) / whole for at in columns)
         rank = round(sum(each.rank for each in self.layers) / len(self.layers))
-        alarms = 1 - found / (active[0] * whole) if active[0] else 0.0
-        return LayerPredictor(-1, rank, found / fires if fires else 1.0, max(0.0, alarms), fires / whole, active)
+        alarms = 1 - named / (active[0] * whole) if active[0] else 0.0
+        return LayerPredictor(-1, rank, named / fires if fires else 1.0, max(0.0, alarms), fires / whole, active)
 
     def weights(self, spec: ModelSpec) -> int:
         """How many weights they have, without padding and biases."""

@@ -26,5 +26,5 @@ def spec(config: Config) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     details = Details(qkv_bias=bias, out_bias=bias, rope=RopeRules(kinds=("default",), theta=1e6))
     window = config.optional_whole("sliding_window", None)
-    found = decoder(config, "phimoe", DEFAULTS, details, window=window, routed=[routed] * layer_count(config))
-    return replace(found, norm=Norm("layer", found.norm.eps), cannot_run=CANNOT_RUN)
+    plain = decoder(config, "phimoe", DEFAULTS, details, window=window, routed=[routed] * layer_count(config))
+    return replace(plain, norm=Norm("layer", plain.norm.eps), cannot_run=CANNOT_RUN)

@@ -24,25 +24,25 @@ Choose = Callable[[ilp.NeuronProgram, Sequence[placement.Rates]], ChosenNeurons 
 
 
 def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
-    found = ilp.solve(program)
-    if found is None:
+    solution = ilp.solve(program)
+    if solution is None:
         return None
     return ChosenNeurons(
-        found.counts,
-        placement.seconds_of(program, rates, found.counts),
-        f"placed by an integer program ({found.found_by}, within {found.gap:.2%} of the best there is)",
+        solution.counts,
+        placement.seconds_of(program, rates, solution.counts),
+        f"placed by an integer program ({solution.found_by}, within {solution.gap:.2%} of the best there is)",
     )
 
 
 def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
-    found = placement.fastest(program, rates)
-    if found is None:
+    solution = placement.fastest(program, rates)
+    if solution is None:
         return None
-    whole = sum(n == len(layer.impacts) for n, layer in zip(found.counts, program.layers, strict=True))
+    whole = sum(n == len(layer.impacts) for n, layer in zip(solution.counts, program.layers, strict=True))
     return ChosenNeurons(
-        found.counts,
-        found.seconds,
-        f"placed by the seconds of a token (within {found.gap:.2%} of the best there is): {whole} layers are there"
+        solution.counts,
+        solution.seconds,
+        f"placed by the seconds of a token (within {solution.gap:.2%} of the best there is): {whole} layers are there"
         " whole, and wait for no CPU",
     )
 

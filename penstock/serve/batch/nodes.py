@@ -147,12 +147,12 @@ class Answerer:
         return {"answers": json.dumps({"added": block.added, "counts": counts})}
 
 
-def blocks(lines: Lines, found: Survey, nodes: int) -> Iterator[list[dict[str, Any]]]:
+def blocks(lines: Lines, survey: Survey, nodes: int) -> Iterator[list[dict[str, Any]]]:
     """The lines to answer, block by block, in the order of the survey. In that order lines that begin alike follow each
     other, so one node gets them, as far as they fit a block."""
-    size = max(1, min(_MOST_LINES, -(-len(found.todo) // (_BLOCKS_A_NODE * nodes))))
-    for at in range(0, len(found.todo), size):
-        yield [_line(lines, todo) for todo in found.todo[at : at + size]]
+    size = max(1, min(_MOST_LINES, -(-len(survey.todo) // (_BLOCKS_A_NODE * nodes))))
+    for at in range(0, len(survey.todo), size):
+        yield [_line(lines, todo) for todo in survey.todo[at : at + size]]
 
 
 def _line(lines: Lines, todo: Todo) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _line(lines: Lines, todo: Todo) -> dict[str, Any]:
 
 
 def answer(
-    work: NodeWork, lines: Lines, journal: Journal, found: Survey, nodes: int, hear: Callable[[dict[str, Any]], None]
+    work: NodeWork, lines: Lines, journal: Journal, survey: Survey, nodes: int, hear: Callable[[dict[str, Any]], None]
 ) -> None:
     """Answers all lines that the survey has found, on the Ray cluster whose address the environment has, or on one of
     this machine alone. `hear`: is told what each block did (`Answerer`).
@@ -182,7 +182,7 @@ def answer(
         there = [each["Resources"].get("CPU", 0) for each in ray.nodes() if each["Alive"]]
         cpus = _cpus_an_engine(there, nodes)
         # Before the engines take all processors: Ray looks at each block by a task.
-        asked = ray.data.from_pandas_refs([ray.put(_table(each)) for each in blocks(lines, found, nodes)])
+        asked = ray.data.from_pandas_refs([ray.put(_table(each)) for each in blocks(lines, survey, nodes)])
         # Of each node the processors of one engine. Where nodes are fewer, a node holds several.
         places = ray.util.placement_group([{"CPU": cpus}] * nodes, strategy="SPREAD")
         if not places.wait(_MOST_WAIT_S):

@@ -83,7 +83,7 @@ def survey(
 
     `names`: by which lines may call the model. `most_tokens`: of an answer whose line names no length. `context`: the
     most tokens of a prompt. Raises StorageFailed, and BadRequest where every line asks for another model."""
-    found, seen, beginnings = Survey(), set[int](), _Beginnings()
+    surveyed, seen, beginnings = Survey(), set[int](), _Beginnings()
     others: dict[str, int] = {}
     refused: list[tuple[int, str, str, str | None]] = []  # line, code, message, custom_id
     for number in range(len(lines)):
@@ -99,8 +99,8 @@ def survey(
             if twice:
                 raise NoRequest("invalid_line", "an earlier line has the same custom_id", custom_id)
             request = read(text, names, tokenizer)
-            todo = _todo(number, request, found, tokenizer.generation_config, most_tokens, context)
-            found.todo.append(todo._replace(shared_tokens=beginnings.shared(todo.beginning, request.prompts[0])))
+            todo = _todo(number, request, surveyed, tokenizer.generation_config, most_tokens, context)
+            surveyed.todo.append(todo._replace(shared_tokens=beginnings.shared(todo.beginning, request.prompts[0])))
         except NoRequest as error:
             if error.code == "model_not_found":
                 others[error.message] = others.get(error.message, 0) + 1
@@ -108,16 +108,16 @@ def survey(
         except LineTooLong as error:
             if number not in journal.done:
                 refused.append((number, "invalid_line", error.message, None))
-    if refused and not found.todo and not journal.done and sum(others.values()) == len(lines):
+    if refused and not surveyed.todo and not journal.done and sum(others.values()) == len(lines):
         raise BadRequest(f"every line asks for another model: {next(iter(others))} (--name NAME: what lines call it)")
-    if found.schemas and not has_guides():
+    if surveyed.schemas and not has_guides():
         raise BadRequest(
             "lines ask for answers by a JSON schema, which takes llguidance: pip install 'penstock[serve]'"
         )
     for number, code, message, custom_id in refused:
         refuse(journal, number, NoRequest(code, message, custom_id))
-    found.todo = ordered(found.todo)
-    return found
+    surveyed.todo = ordered(surveyed.todo)
+    return surveyed
 
 
 def refuse(journal: Answers, number: int, error: NoRequest) -> None:
@@ -150,9 +150,9 @@ def _length(todo: Todo) -> int:
 
 
 def _todo(
-    number: int, request: LineRequest, found: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
+    number: int, request: LineRequest, so_far: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
 ) -> Todo:
-    """What is to be done for a line. Raises NoRequest."""
+    """What is to be done for a line. `so_far`: the survey, which this line is added to. Raises NoRequest."""
     try:
         params = request.params(generation_config, most_tokens)
     except BadRequest as error:
@@ -161,9 +161,9 @@ def _todo(
     if longest > context:
         message = f"the prompt has {longest} tokens, and the context {context}"
         raise NoRequest(CONTEXT_CODE, message, request.custom_id)
-    found.longest = max(found.longest, min(context, longest + params.max_tokens))
-    found.schemas |= params.rule is not None
-    found.scores |= params.prompt_logprobs is not None
+    so_far.longest = max(so_far.longest, min(context, longest + params.max_tokens))
+    so_far.schemas |= params.rule is not None
+    so_far.scores |= params.prompt_logprobs is not None
     first = request.prompts[0]
     # A prompt that ends within its first page shares nothing.
     beginning = hash(tuple(first[:PAGE_TOKENS])) if len(first) > PAGE_TOKENS else -1

@@ -71,9 +71,9 @@ def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[Way, Best
     for who in ATTENDS if main == GPU.executor else ("device",):
         # The best blocks for scores on the CPU are like the best ones of the other ways, so only such are tried.
         like = [policy.shape for policy in policies.values()] if who == "cpu scores" else []
-        found = _best(problem, main, who, like) if who in attends else {}
-        most_s = min((policy.seconds_a_sequence for policy in found.values()), default=0.0) * _HOPELESS
-        policies |= {key: policy for key, policy in found.items() if policy.seconds_a_sequence <= most_s}
+        best = _best(problem, main, who, like) if who in attends else {}
+        most_s = min((policy.seconds_a_sequence for policy in best.values()), default=0.0) * _HOPELESS
+        policies |= {key: policy for key, policy in best.items() if policy.seconds_a_sequence <= most_s}
     return policies
 
 

@@ -64,12 +64,12 @@ def _sliced(problem: Problem, plan: Plan) -> Iterator[tuple[int, Sliced]]:
     """(layer, how its FFN is sliced) of layers whose rows can be shared."""
     ffns, there = {part.key: [0, 0, True] for part in problem.of_kind("ffn")}, set[str]()
     for unit in plan.units:
-        found = ffns.get(unit.part)
-        if found is None:
+        counts = ffns.get(unit.part)
+        if counts is None:
             continue
-        found[0] += (unit.hi - unit.lo) * (unit.home == GPU.executor)
-        found[1] += (unit.hi - unit.lo) * (unit.home != unit.decode == GPU.executor)
-        found[2] = found[2] and unit.prefill == GPU.executor and (unit.decode == GPU.executor or unit.home == HOST)
+        counts[0] += (unit.hi - unit.lo) * (unit.home == GPU.executor)
+        counts[1] += (unit.hi - unit.lo) * (unit.home != unit.decode == GPU.executor)
+        counts[2] = counts[2] and unit.prefill == GPU.executor and (unit.decode == GPU.executor or unit.home == HOST)
         there |= {unit.part} if unit.decode == HOST else set()
     attends = {i for home in plan.kv if home.attend == GPU.executor for i in range(*home.layers)}
     for key, (there_granules, lifted, may) in ffns.items():
