@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
-FAMILIES = sorted(file.stem.removeprefix("kernels_") for file in CSRC.glob("kernels_*.cpp"))
+COPIES = {"amx"}  # copies the table of AVX-512, and adds its own products
+FAMILIES = sorted({file.stem.removeprefix("kernels_") for file in CSRC.glob("kernels_*.cpp")} - COPIES)
 HEADERS = sorted(CSRC.glob("simd_*.h"))
 # Of half floats, where a processor's own instructions do it elsewhere.
 PORTABLE_ALONE = {"to_half", "from_half"}
