@@ -90,8 +90,6 @@ struct Granules {
     std::size_t stride;
 };
 
-// Memory for temporaries. scratch.h says how much an op wants. With less, kernels cut their work into smaller pieces,
-// as long as one piece fits.
 // A unit that multiplies 16 rows of rounded activations with two adjacent tiles of integer weights at once (AMX), with
 // the same bits as the vectors that it stands for. q [groups][16][group], x_scale and x_sum [groups][16] are one panel;
 // tiles lie `next` bytes apart. sums [16 rows][2 tiles][16] += products, group by group. For groups of a multiple
@@ -108,6 +106,8 @@ struct UnitProducts {
 using Unit = void (*)(const UnitProducts&);
 constexpr int kUnitRows = 16;
 
+// Memory for temporaries. scratch.h says how much an op wants. With less, kernels cut their work into smaller pieces,
+// as long as one piece fits.
 struct Scratch {
     std::uint8_t* data;
     std::size_t nbytes;

@@ -246,8 +246,8 @@ def memory_ratio_median(rows: Iterable[Row]) -> float | None:
 
 
 def is_unknown(row: Row) -> bool:
-    """Whether a row is far off and nothing was shown to be why: its cause is told alone, or does not do. Not of these
-    are figures that no policy can reproduce, or that are better than physics allows."""
+    """Whether a row is far off and nothing was shown to be why: its cause is told alone, or does not do. Figures that
+    no policy can reproduce, or that are better than physics allows, do not count."""
     return row.far_off and row.respects_physics and not row.cause_tested and not is_beyond(row.figure)
 
 

@@ -96,11 +96,11 @@ class Machine:
         check_device(self.device)
         quiet_blas()
         if self.isa is not None:
-            from penstock.kernels.cpu import available
+            from penstock.kernels.cpu import nameable
 
-            if self.isa not in available():
-                raise BadRequest(f"--isa {self.isa}: this processor and build have {', '.join(available())}")
-            note(f"{self.isa} kernels: asked for, of {', '.join(available())} here")
+            if self.isa not in nameable():
+                raise BadRequest(f"--isa {self.isa}: this processor and build have {', '.join(nameable())}")
+            note(f"{self.isa} kernels: asked for, of {', '.join(nameable())} here")
         if self.threads is not None and self.threads != self.usable_threads:
             note(f"--threads {self.threads}: this process may use {self.usable_threads} CPUs and has as many threads")
 

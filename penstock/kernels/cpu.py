@@ -17,12 +17,17 @@ from penstock.spec.model import Attention, Ffn, Norm, Routed
 from penstock.spec.parts import Block, Part
 
 ISAS = ("avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")  # the fastest of a processor first
-# "amx" too is a family, and is taken only where it is named: it has never run on a processor.
+UNPROVEN_ISAS = ("amx",)  # have never run on a processor that has them, so they are taken only where they are named
 
 
 def available() -> tuple[str, ...]:
-    """Families of kernels that this processor and build have, the fastest first."""
+    """Families of kernels that this processor and build have, the fastest first, without unproven ones."""
     return tuple(isa for isa in ISAS if _exists(isa))
+
+
+def nameable() -> tuple[str, ...]:
+    """Families that a user may name here: the available ones, and unproven ones that this processor has."""
+    return (*available(), *(isa for isa in UNPROVEN_ISAS if _exists(isa)))
 
 
 def best_isa() -> tuple[str, str]:

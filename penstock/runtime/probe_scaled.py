@@ -20,6 +20,7 @@ from penstock.store.files import read_text
 
 _PROFILES = Path(penstock.__file__).parent / "machines" / "profiles"
 _NEAREST = "avx2"  # stands for instruction sets of which no machine was measured yet: those of ARM, and portable code
+_LIKE = {"amx": "avx512"}  # its kernels, in all but many rows of int4
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Ratios:
 
 def profile(isa: str) -> MachineSpec:
     """The machine that was measured whole with these instructions, or the nearest one."""
-    file = _PROFILES / f"{isa}.json"
+    file = _PROFILES / f"{_LIKE.get(isa, isa)}.json"
     if not file.exists():
         file = _PROFILES / f"{_NEAREST}.json"
     return machines.loads(read_text(file), str(file))

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from penstock import _native
+from penstock.cli.options import Machine
+from penstock.errors import BadRequest
 from penstock.kernels import cpu
 from penstock.spec.format import parse_format
 from penstock.spec.parts import Block
 from tests.cpu.test_native_kernels import ALL, SCRATCH, address, encoded
 
 pytestmark = pytest.mark.skipif("avx512" not in cpu.available(), reason="AVX-512 computes what is not in tiles")
-FAMILIES = ["amx-model"] + (["amx"] if "amx" in cpu.available() else [])
+FAMILIES = ["amx-model"] + (["amx"] if "amx" in cpu.nameable() else [])
 FORMATS = ["int4", "int4-g32", "int4-g128", "int8", "int4-g16", "int4-g8"]  # the last: the vectors compute it
 
 
@@ -66,3 +68,12 @@ def test_ffn_has_the_bits_of_vectors(isa: str, name: str) -> None:
         results.append(got)
     assert np.isfinite(results[0]).all()
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+
+
+def test_it_is_taken_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "UNPROVEN_ISAS", ("amx-model",))  # in place of AMX, which may not be here
+    assert "amx-model" not in cpu.available() and cpu.best_isa()[0] == "avx512"
+    Machine(isa="amx-model").prepare()
+    monkeypatch.setattr(cpu, "UNPROVEN_ISAS", ())
+    with pytest.raises(BadRequest, match="this processor and build have avx512"):
+        Machine(isa="amx-model").prepare()
