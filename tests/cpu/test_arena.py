@@ -30,7 +30,10 @@ def test_weights_are_read_meanwhile(at_once_bytes: int, tmp_path: Path, monkeypa
     with load(folder, plan) as engine:
         session = engine.session
         assert session.loaded_bytes == expected and 0 < session.pages_s <= session.ready_s
-        assert 0 <= session.loading.bytes <= expected and session.loading.seconds > 0
+        timed = session.loading
+        assert 0 <= timed.bytes <= expected and (timed.bytes > 0) == (timed.seconds > 0)
+        # All of so small a model may be read before the last page is taken: then no load was timed.
+        assert timed.bytes > 0 or not at_once_bytes
         assert len(engine.generate_ids([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))) == 4
 
 
