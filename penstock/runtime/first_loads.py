@@ -28,8 +28,7 @@ class FirstLoads(NamedTuple):
     """How long loading took.
 
     bytes   of all weights that stay
-    timed   the bytes whose loads were timed, and the seconds that they take at the median speed of these loads
-    loads   how many loads were timed
+    timed   the loads that were timed, with the seconds that they take at their median speed
 
     While pages of the arenas are still being taken, a load waits for memory and not for the disk. Such loads are not
     timed, nor is the first one that ends after that.
@@ -37,7 +36,6 @@ class FirstLoads(NamedTuple):
 
     bytes: int
     timed: Read
-    loads: int
 
 
 def load_weights(
@@ -89,7 +87,7 @@ def load_weights(
         if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
             told_s = time.perf_counter()
             on_progress("loading weights", done, total)
-    loaded = FirstLoads(reader.bytes_read, at_median(ends), max(0, len(ends) - 1))
+    loaded = FirstLoads(reader.bytes_read, at_median(ends))
     for layer, slot in layout.predictors.items():
         if slot.arena.startswith("host."):
             look(f"{layer}.predictor", arenas.view(slot))

@@ -20,15 +20,20 @@ _PIECE_BYTES = 64 * MIB  # the least: twice a large L3 cache, so that none holds
 
 
 class Read(NamedTuple):
-    """Bytes that were read, and the seconds that this took."""
+    """Bytes that were read, the seconds that this took, and by how many loads. RAM is read by none."""
 
     bytes: int
     seconds: float
+    loads: int = 0
 
     @property
     def bytes_per_s(self) -> float:
         """0 where nothing was read."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def beside(self, other: Read) -> Read:
+        """Both, one after the other."""
+        return Read(self.bytes + other.bytes, self.seconds + other.seconds, self.loads + other.loads)
 
 
 NOTHING = Read(0, 0.0)
@@ -51,9 +56,9 @@ def at_median(ends: Sequence[End]) -> Read:
         if end.bytes - last.bytes >= _PART_BYTES:
             parts.append(Read(end.bytes - last.bytes, end.moment_s - last.moment_s))
             last = end
-    whole = Read(ends[-1].bytes - ends[0].bytes, ends[-1].moment_s - ends[0].moment_s)
+    whole = Read(ends[-1].bytes - ends[0].bytes, ends[-1].moment_s - ends[0].moment_s, len(ends) - 1)
     speeds = [part.bytes_per_s for part in parts if part.seconds > 0]
-    return Read(whole.bytes, whole.bytes / statistics.median(speeds)) if speeds else whole
+    return whole._replace(seconds=whole.bytes / statistics.median(speeds)) if speeds else whole
 
 
 def from_disk(
@@ -73,7 +78,8 @@ def from_disk(
                 return
             yield reader.start(part, lo, hi, address + number % slots * size)
 
-    return Read(sum(waited_for(loads(), slots - 1)), time.perf_counter() - start_s)
+    read = list(waited_for(loads(), slots - 1))
+    return Read(sum(read), time.perf_counter() - start_s, len(read))
 
 
 def from_ram(address: int, nbytes: int, threads: int) -> Read:

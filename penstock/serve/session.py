@@ -255,18 +255,25 @@ class Session:
         """Times the disk and the RAM, in this order. Loads the weights that a decode pass streams, for about so many
         `seconds`, and reads the weights that stay in RAM, for some 20 ms. Rings and caches lose what they hold. Raises
         StorageFailed, DamagedModel."""
+        return self.read_streamed(seconds), self.read_resident()
+
+    def read_streamed(self, seconds: float, least_bytes: int = 1) -> Read:
+        """Times the disk: loads the weights that a decode pass streams, for about so many `seconds`. NOTHING where
+        they have fewer than `least_bytes`. Rings and caches lose what they hold. Raises StorageFailed, DamagedModel."""
         self.drain()
-        plan, layout, streamed = self.plan, self.lowering.layout, NOTHING
+        plan, layout = self.plan, self.lowering.layout
         units = [u for u in plan.units if layout.streams(u, DECODE) and u.executor("decode") == HOST]
         ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
         for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches if cache.executor == HOST):
             n = part.least_granules  # of an expert
             ranges += [(part.key, lo, lo + n, part.least_bytes) for lo in range(0, part.granules, n)]
-        if ranges and HOST in plan.ring_bytes:
-            ring = self._arenas.whole("host.ring")
-            streamed = from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
+        if sum(nbytes for *_, nbytes in ranges) < least_bytes or HOST not in plan.ring_bytes:
+            return NOTHING
+        ring = self._arenas.whole("host.ring")
+        try:
+            return from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
+        finally:
             self._start_over()
-        return streamed, self.read_resident()
 
     def read_resident(self) -> Read:
         """Times the RAM, for some 20 ms: reads the weights that stay there. NOTHING where none do."""
@@ -324,8 +331,7 @@ class Session:
     def _load_weights(self, packed: Packed, on_progress: Progress | None) -> None:
         layout, arenas, device = self.lowering.layout, self._arenas, self.device
         loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress)
-        # Bytes and seconds of those loads that did not wait for memory, and how many these were.
-        self.loaded_bytes, self.loading, self.loads = loaded
+        self.loaded_bytes, self.loading = loaded  # the second: of those loads that did not wait for memory
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
 

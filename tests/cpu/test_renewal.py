@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
-from penstock.runtime import first_loads, movers
+from penstock.runtime import first_loads, movers, reread
 from penstock.runtime.probe import machine_file
 from penstock.runtime.reread import NOTHING, End, Read, at_median
+from penstock.serve import renewal
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.renewal import Renewed, Shift, tells
@@ -90,6 +91,31 @@ def test_what_it_prints(folder: Path, slow_disk: float, tmp_path: Path, capsys: 
     assert 0 < found["renewed"]["decode_tokens_per_s"] < found["predicted"]["decode_tokens_per_s"]
     told = here(capsys, *args).err
     assert "promised " in told and ", with today's disk " in told
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_reads_on_where_loading_was_short(enough: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second of the weights that stream, if there are enough of them; the answers stay."""
+    plan, whole = streaming(open_packed(folder), ("norms", "edges")), movers.waited_for
+
+    def slowly(*args: Any) -> Iterator[int]:
+        for nbytes in whole(*args):
+            time.sleep(0.1)
+            yield nbytes
+
+    monkeypatch.setattr(reread, "waited_for", slowly)
+    if enough:
+        monkeypatch.setattr(renewal, "_LEAST_READ_BYTES", 1)
+        monkeypatch.setattr(renewal, "_LEAST_READ_S", 0.5)
+    with load(folder, plan) as engine:
+        (expected,) = engine.generate([[1, 2, 3]], SHORT)
+    with closing(Engine.load(folder, Ask(), Loading(machine=with_disk(1e12), plan=plan))) as engine:
+        renewed = engine.renew()
+        assert (renewed is not None) == enough
+        if renewed is not None:
+            (disk,) = renewed.shifts
+            assert disk.measured_bytes_per_s < sum(part.nbytes for part in engine.packed.parts.values()) / 0.1
+        assert engine.generate([[1, 2, 3]], SHORT)[0].token_ids == expected.token_ids
 
 
 def test_what_tells_nothing(folder: Path) -> None:
