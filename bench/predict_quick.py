@@ -20,9 +20,10 @@ from penstock.serve.renewal import Renewed
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.places import reads_disk
 from penstock.spec.plan import Plan
 
-LEARNT = 10  # runs, after which the quick probe should foretell as well as the whole one
+LEARNT = 10  # runs that the disk binds, after which the quick probe should foretell as well as the whole one
 LIMIT_QUICK, LIMIT_POINTS = 0.20, 0.02  # at the median; of the median beyond the whole probe's
 LIMIT_RENEWED, LIMIT_RENEWED_WORST, LIMIT_LEFT_OUT = 0.05, 0.15, 0.2
 
@@ -48,7 +49,7 @@ class Hasty:
         kept = self._file.with_suffix(".runs.jsonl")
         if goes_on and self._file.exists():
             self._machine = kept_machine(self._file, about)
-            self.runs = len(runs(self._file, self._machine))
+            self._count()
             return
         machine = quick_apart(folder, "int4", None)
         assert machine is not None, "a machine like this one was measured whole"
@@ -68,10 +69,15 @@ class Hasty:
         }
 
     def learn(self, plan: Plan, answers: Sequence[Generation]) -> None:
-        """Keeps the runs of a setting, which `foretell` was asked for last."""
+        """Keeps the runs of a setting, which `foretell` was asked for last. Those whose decoding the disk
+        binds are counted: no other run says what it gives, and settings in RAM come first."""
         for answer in answers:
             note_run(self._file, self._machine, plan, self._last, answer, (), self._taken)
-        self.runs += len(answers)
+        self._count()
+
+    def _count(self) -> None:
+        kept = runs(self._file, self._machine)
+        self.runs = sum(reads_disk(run.step.dominant.figure.lane) for run in kept)
 
 
 def _figures(prediction: Prediction) -> dict[str, float]:
