@@ -103,7 +103,9 @@ def table_of(tables: Collection[str]) -> str:
 
 def asked(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, help="keeps the models here (35 GB); default a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps the models here (35 GB, without the peer 17); default a temporary folder"
+    )
     parser.add_argument("--config", type=Path, help="config.json of another shape")
     parser.add_argument("--only", nargs="+", choices=("models", "ready", "resident", "prefill", *BUDGETS_GB))
     parser.add_argument("--tables", nargs="+", choices=(*TABLES, "local"), default=(*TABLES, "local"))
@@ -140,7 +142,7 @@ def main() -> None:
         tokens = Tokens(*wanted.tokens) if wanted.tokens else None
         rounds = Rounds(wanted.rows, about_of(engines, tokens))
         if {"models", "ready"} & set(wanted.only or ()):
-            engines.make(table_of(wanted.tables))
+            engines.make(table_of(wanted.tables), not wanted.alone)
             if "ready" in wanted.only:
                 engines.ready()
             return
@@ -150,7 +152,7 @@ def main() -> None:
             if only in (wanted.only or (only,)) and table in wanted.tables:
                 due = left(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
                 if due:
-                    engines.make(table_of([table]))
+                    engines.make(table_of([table]), any(turn != "ours" for _, turn in due))
                     engines.ready()
                     measure(rounds, name, part, due)
             figures, lacking = found(rounds, name, part)

@@ -51,8 +51,9 @@ class Engines:
     def gguf(self) -> Path:
         return self.folder / f"{self.name}-q4_0-{self.table}.gguf"
 
-    def make(self, table: str) -> None:
-        """Writes what is missing of the table's models, and removes the other table's."""
+    def make(self, table: str, beside: bool) -> None:
+        """Writes what is missing of the table's models, the peer's too if something runs `beside` ours, and removes
+        the other table's."""
         for other in TABLES.keys() - {table}:
             self.table = other
             shutil.rmtree(self.packed, ignore_errors=True)
@@ -61,7 +62,7 @@ class Engines:
         if not self.packed.exists():
             tell(f"writing {self.packed.name}")
             synth(self.config, self.packed, parse_format(WEIGHTS), router_skew=TABLES[table])
-        if not self.gguf.exists():
+        if beside and not self.gguf.exists():
             tell(f"writing {self.gguf.name}")
             unfinished = self.gguf.with_suffix(".unfinished")
             gguf.write(self.config, unfinished, TABLES[table])
