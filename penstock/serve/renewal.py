@@ -26,8 +26,8 @@ from penstock.spec.places import CPU, Lane, reads_disk
 from penstock.units import MIB, format_rate, format_seconds
 
 # Reading tells the disk's speed if it had either. Less is over before the disk is at its speed, and on a busy machine a
-# model of a few MiB may wait for a processor as long as for the disk. Where a decode pass streams so many bytes, reading
-# goes on until it had so many seconds: a tenth of a second measures a burst. By loading alone, promises of 11 runs were
+# model of a few MiB may wait for a processor as long as for the disk. Where a decode pass streams so many bytes,
+# reading goes on until it had so many seconds: a tenth of a second measures a burst. By loading alone, promises were
 # 18 % off at the median and 62 % at worst, and after half a second of reading 6 and 16 %.
 _LEAST_READ_BYTES, _LEAST_READ_S = 64 * MIB, 0.5
 _LEAST_RAM_BYTES = 64 * MIB  # twice a large L3 cache
