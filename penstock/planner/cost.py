@@ -56,14 +56,17 @@ class Cost:
         self._overheads: dict[str, Overheads] = {}
         self._factors: dict[tuple[str, frozenset[str]], float] = {}
 
-    def seconds(self, task: Task) -> float:
-        """Seconds that a task occupies its lanes if no other lane is busy.
+    def seconds(self, task: Task, one_piece: bool = False) -> float:
+        """Seconds that a task occupies its lanes if no other lane is busy. `one_piece`: it is a part of a native
+        program (`graph/open_passes`), which has no overhead for it.
 
         Its calls run one after another, so their seconds add up, and the task's own overhead is added. A call that
         comes for the first time is prepared, which takes time too (`task.like` < 0). A task on two lanes takes as long
         as on the slower one."""
         lanes = task.lanes
-        return self._lane_s(lanes[0], task) if len(lanes) == 1 else max(self._lane_s(lane, task) for lane in lanes)
+        if len(lanes) == 1:
+            return self._lane_s(lanes[0], task, one_piece)
+        return max(self._lane_s(lane, task, one_piece) for lane in lanes)
 
     def factor(self, lane: Lane, busy: frozenset[Lane]) -> float:
         """How many times as long a task on `lane` takes while the lanes `busy` are busy: the product of the factors of
@@ -117,9 +120,9 @@ class Cost:
             return lane
         return lane if any(lane in (s.lane, s.beside) for s in self.machine.sharing) else DISK.reads
 
-    def _lane_s(self, lane: Lane, task: Task) -> float:
+    def _lane_s(self, lane: Lane, task: Task, one_piece: bool) -> float:
         """Seconds that a task occupies one lane, if no other lane is busy."""
-        task_s, call_s = self._overhead(lane)
+        task_s, call_s = (0.0, 0.0) if one_piece else self._overhead(lane)
         total = task_s + (call_s * len(task.calls) if task.like < 0 else 0.0)
         for call in task.calls:
             rate = self._rate(lane, call)
@@ -128,9 +131,10 @@ class Cost:
             total += begin_s + (bytes_s if bytes_s > flops_s else flops_s)
         return total
 
-    def by_figure(self, lane: Lane, task: Task) -> Iterator[tuple[Figure, float]]:
+    def by_figure(self, lane: Lane, task: Task, one_piece: bool = False) -> Iterator[tuple[Figure, float]]:
         """(a figure of the machine, seconds): the addends of a task's seconds on a lane, and the figure of each."""
-        for what, count in (("task", 1), ("call", len(task.calls) if task.like < 0 else 0)):
+        overheads = (("task", 1), ("call", len(task.calls) if task.like < 0 else 0))
+        for what, count in overheads if not one_piece else ():
             overhead = self.machine.overhead(lane, what)
             if overhead is not None and count:
                 yield overhead.figure("alpha_s"), count * overhead.alpha_s

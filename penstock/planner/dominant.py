@@ -11,6 +11,7 @@ from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import Replay
+from penstock.planner.simulate import lowered_pass
 from penstock.spec.machine import TERMS, Figure, MachineSpec
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
@@ -55,8 +56,9 @@ def _by_figure(wanted: Sequence[Pass], plan: Plan, lane: Lane, cost: Cost) -> di
     lowering, replay, seconds_of = Lowering(plan), Replay(plan), dict[Figure, float]()
     for p in wanted:
         seconds_of = {}
-        for task in lowering.step(p, replay.answer):
-            for figure, seconds in cost.by_figure(lane, task) if lane in task.lanes else ():
+        tasks, one_piece = lowered_pass(lowering, p, replay.answer)
+        for task in tasks:
+            for figure, seconds in cost.by_figure(lane, task, one_piece) if lane in task.lanes else ():
                 seconds_of[figure] = seconds_of.get(figure, 0.0) + seconds
     return seconds_of
 

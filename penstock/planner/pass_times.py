@@ -14,7 +14,7 @@ from penstock.graph.tasks import Pass, Stream
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay
 from penstock.planner.shorten import quick_s
-from penstock.planner.simulate import Simulator
+from penstock.planner.simulate import Simulator, lowered_pass
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
@@ -108,7 +108,7 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
     seconds = []
     for _ in range(_WARM_PASSES + _COUNTED_PASSES):
         start_s = simulator.now_s
-        simulator.busy_s(lowering.step(p, replay.answer))
+        simulator.busy_s(*lowered_pass(lowering, p, replay.answer))
         simulator.pause(pause_s)
         seconds.append(simulator.now_s - start_s)
     return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES

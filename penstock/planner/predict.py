@@ -13,7 +13,7 @@ from penstock.graph.ops import Experts, Lift, Load, Route, Slot
 from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, RouterTrace, stated
-from penstock.planner.simulate import Simulator
+from penstock.planner.simulate import Lowered, Simulator, lowered_pass
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, Tier, is_device, tier_of
@@ -118,20 +118,20 @@ class Prediction:
 
 def predict(
     plan: Plan, ask: Ask, machine: MachineSpec, spread: bool = True, trace: RouterTrace | None = None,
-    tasks: Iterator[list[Task]] | None = None,
+    steps: Iterator[Lowered] | None = None,
 ) -> Prediction:  # fmt: skip
     """The prediction of a plan: simulates the prompts and a few decode passes. `spread`: simulate more decode passes,
-    for the spread between tokens. `trace`: what routers say; None: `routing.stated`. `tasks`: those of `lowered`, if
+    for the spread between tokens. `trace`: what routers say; None: `routing.stated`. `steps`: those of `lowered`, if
     the plan was lowered already."""
-    tasks = lowered(plan, ask, spread, trace) if tasks is None else tasks
+    steps = lowered(plan, ask, spread, trace) if steps is None else steps
     simulator, pause_s = Simulator(Cost(machine)), Cost(machine).between_passes_s
     seqs, wanted, _ = _wanted(plan, ask)
-    ttft_s, ttft_share = _reading(((next(tasks), times) for _, times in wanted), simulator, pause_s)
+    ttft_s, ttft_share = _reading(((next(steps), times) for _, times in wanted), simulator, pause_s)
     cold_s = 0.0
     if plan.caches and spread:
         start_s = simulator.now_s
         for _ in range(COLD_PASSES):
-            simulator.busy_s(next(tasks))
+            simulator.busy_s(*next(steps))
             simulator.pause(pause_s)
         cold_s = simulator.now_s - start_s
     tasks_seen = 0
@@ -144,8 +144,8 @@ def predict(
         if len(gaps) == _WARM_PASSES:
             busy = {}
         start_s = simulator.now_s
-        step = next(tasks)
-        for lane, seconds in simulator.busy_s(step).items():
+        step, one_piece = next(steps)
+        for lane, seconds in simulator.busy_s(step, one_piece).items():
             busy[lane] = busy.get(lane, 0.0) + seconds
         simulator.pause(pause_s)
         gaps.append(max(_LEAST_S, simulator.now_s - start_s))
@@ -182,21 +182,21 @@ def with_prompts(
     """The same prediction, but for prompts that are read in the passes `wanted`. `trace`: as for `predict`."""
     simulator, pause_s = Simulator(Cost(machine)), Cost(machine).between_passes_s
     lowering, replay = Lowering(plan), Replay(plan, trace)
-    read = ((list(lowering.step(p, replay.answer)), times) for p, times in _sampled(wanted))
+    read = ((lowered_pass(lowering, p, replay.answer), times) for p, times in _sampled(wanted))
     ttft_s, share = _reading(read, simulator, pause_s)
     total_s = prediction.total_s - prediction.ttft_s + ttft_s
     return replace(prediction, ttft_s=ttft_s, ttft_lane_share=share, total_s=total_s)
 
 
-def lowered(plan: Plan, ask: Ask, spread: bool = True, trace: RouterTrace | None = None) -> Iterator[list[Task]]:
-    """The tasks of the passes that `predict` simulates, pass by pass: those that read the prompts, then decode passes
-    without end. They are the same for every machine. `spread`, `trace`: as for `predict`."""
+def lowered(plan: Plan, ask: Ask, spread: bool = True, trace: RouterTrace | None = None) -> Iterator[Lowered]:
+    """The passes that `predict` simulates, with their tasks: those that read the prompts, then decode passes without
+    end. They are the same for every machine. `spread`, `trace`: as for `predict`."""
     lowering, replay = Lowering(plan), Replay(plan, trace)
     _, wanted, step = _wanted(plan, ask)
     for p, _ in wanted:
-        yield list(lowering.step(p, replay.answer))
+        yield lowered_pass(lowering, p, replay.answer)
     for _ in range(COLD_PASSES if plan.caches and spread else 0):
-        yield list(lowering.step(step, replay.answer))
+        yield lowered_pass(lowering, step, replay.answer)
     replay.warm(lowering, step, CACHE_PASSES)
     yield from _repeated(lowering, step, replay)
 
@@ -217,14 +217,14 @@ def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int
 
 
 def _reading(
-    read: Iterable[tuple[list[Task], int]], simulator: Simulator, pause_s: float
+    read: Iterable[tuple[Lowered, int]], simulator: Simulator, pause_s: float
 ) -> tuple[float, dict[Lane, float]]:
-    """(seconds of the passes that read the prompts, lane → the share of them in which it is busy). `read`: the tasks of
-    each pass, and how many passes it stands for."""
+    """(seconds of the passes that read the prompts, lane → the share of them in which it is busy). `read`: each pass,
+    and how many passes it stands for."""
     ttft_s, busy = 0.0, dict[Lane, float]()
-    for tasks, times in read:
+    for step, times in read:
         start_s = simulator.now_s
-        for lane, seconds in simulator.busy_s(tasks).items():
+        for lane, seconds in simulator.busy_s(*step).items():
             busy[lane] = busy.get(lane, 0.0) + times * seconds
         simulator.pause(pause_s)
         ttft_s += times * max(_LEAST_S, simulator.now_s - start_s)
@@ -280,26 +280,29 @@ class _Use:
         return ExpertUse(wanted, missed, absent if both else None, guessed, wrong, loaded_bytes, source, cold_s)
 
 
-def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[list[Task]]:
-    """The tasks of this pass, again and again without end.
+def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[Lowered]:
+    """This pass, again and again without end.
 
     After a few passes the tasks repeat themselves. If the rings hold the same now as before an earlier pass, and the
     passes before both are alike, the tasks from there on come again, and are not lowered again."""
     held: list[tuple[object, ...] | None] = []
-    emitted: list[list[Task]] = []
+    emitted: list[Lowered] = []
     while True:
         held.append(lowering.held)
         before = range(1, len(emitted))
-        first = next((i for i in before if held[i] == held[-1] and _alike(emitted[i - 1], emitted[-1])), None)
+        first = next(
+            (i for i in before if held[i] == held[-1] and _alike(emitted[i - 1].tasks, emitted[-1].tasks)), None
+        )
         if first is not None and held[-1] is not None:
             break
-        emitted.append(list(lowering.step(p, replay.answer)))
+        emitted.append(lowered_pass(lowering, p, replay.answer))
         yield emitted[-1]
     cycle = emitted[first:]
-    ids = sum(map(len, cycle))
+    ids = sum(len(each.tasks) for each in cycle)
     for shift in count(ids, ids):
-        for tasks in cycle:
-            yield [t._replace(id=t.id + shift, after=tuple([other + shift for other in t.after])) for t in tasks]
+        for tasks, one_piece in cycle:
+            again = [t._replace(id=t.id + shift, after=tuple([other + shift for other in t.after])) for t in tasks]
+            yield Lowered(again, one_piece)
 
 
 def _alike(tasks: list[Task], others: list[Task]) -> bool:

@@ -19,9 +19,9 @@ from math import ceil
 from typing import NamedTuple
 
 from penstock.graph.arenas import gathers
-from penstock.graph.tasks import Task
 from penstock.planner.predict import ExpertUse, Prediction, Spread, lowered, predict
 from penstock.planner.routing import RouterTrace
+from penstock.planner.simulate import Lowered
 from penstock.spec.ask import Ask
 from penstock.spec.format import Mixed
 from penstock.spec.machine import MachineSpec
@@ -39,8 +39,8 @@ _MOST_RUNS = 2  # runs of layers whose KV has one home
 _LONGEST_PERIOD = 8  # the kinds of layers repeat after so many at most: after 1 in most models, after 2 in gemma2
 
 
-# Layers of a short plan, () for the plan itself → the tasks of its passes, as `predict.lowered` yields them.
-Kept = dict[tuple[int, ...], Iterator[list[Task]]]
+# Layers of a short plan, () for the plan itself → its passes, as `predict.lowered` yields them.
+Kept = dict[tuple[int, ...], Iterator[Lowered]]
 
 
 def quick(
@@ -48,7 +48,7 @@ def quick(
     kept: Kept | None = None,
 ) -> Prediction:  # fmt: skip
     """The prediction of a plan, as `predict` makes it. For a plan of few units it is the same. For others it is exact
-    within some hundredths, and takes a fraction of the time. `kept`: keeps the tasks, and has those that a prediction
+    within some hundredths, and takes a fraction of the time. `kept`: keeps the passes, and has those that a prediction
     for another machine has kept."""
     chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
     kept = None if plan.asks else kept  # what answers decide differs from time to time
@@ -64,8 +64,8 @@ def quick(
     return _further(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
 
 
-def _kept(kept: Kept, key: tuple[int, ...], lower: Callable[[], Iterator[list[Task]]]) -> Iterator[list[Task]]:
-    """The tasks of a plan from the first pass on. They are kept for the next time."""
+def _kept(kept: Kept, key: tuple[int, ...], lower: Callable[[], Iterator[Lowered]]) -> Iterator[Lowered]:
+    """The passes of a plan from the first on. They are kept for the next time."""
     tasks, kept[key] = tee(kept[key] if key in kept else lower())
     return tasks
 

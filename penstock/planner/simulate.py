@@ -11,12 +11,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from penstock.graph.tasks import MOVES, Task
+from penstock.graph.demand import Answer
+from penstock.graph.lower import Lowering
+from penstock.graph.tasks import MOVES, Pass, Task
 from penstock.graph.timeline import Timeline, span
 from penstock.planner.cost import Cost
 from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
+
+
+class Lowered(NamedTuple):
+    """The tasks of a pass. `one_piece`: one native program does them, an open pass (`graph/open_passes`)."""
+
+    tasks: list[Task]
+    one_piece: bool
+
+
+def lowered_pass(lowering: Lowering, p: Pass, answer: Answer) -> Lowered:
+    """The next pass of a lowering, as the engine runs it: an open pass in one piece from the second of its shape on."""
+    one_piece = lowering.open_pass(p) is not None
+    return Lowered(list(lowering.step(p, answer)), one_piece)
 
 
 class Simulator:
@@ -32,24 +48,25 @@ class Simulator:
         self._queues: dict[Lane, deque[Task]] = {}
         self._waiting: set[int] = set()  # ids of tasks that have not ended
         self._computing: set[int] = set()  # ids of the waiting tasks that a pass waits for: all but moves
+        self._in_one_piece: set[int] = set()  # ids of the waiting tasks that a native program does
         self._running: dict[int, tuple[Task, float, float]] = {}  # id → (task, when it began, seconds of work left)
         self._ended: list[tuple[Task, float, float]] = []  # (task, when it began, when it ended)
         self._slowed: dict[tuple[tuple[Lane, ...], ...], list[float]] = {}  # lanes of all running tasks → `_factors`
         self.now_s = 0.0
 
-    def run(self, tasks: Iterable[Task]) -> Timeline:
-        """Runs the tasks of one pass. The pass ends when its last task on an executor ends. Loads for the next pass may
-        still be under way then.
+    def run(self, tasks: Iterable[Task], one_piece: bool = False) -> Timeline:
+        """Runs the tasks of one pass. `one_piece`: a native program does them (`lowered_pass`). The pass ends when its
+        last task on an executor ends. Loads for the next pass may still be under way then.
 
         The timeline has a span for each task that ended since the last timeline."""
         start_s = self.now_s
-        self._pass(tasks)
+        self._pass(tasks, one_piece)
         return self._timeline(start_s)
 
-    def busy_s(self, tasks: Iterable[Task]) -> dict[Lane, float]:
+    def busy_s(self, tasks: Iterable[Task], one_piece: bool = False) -> dict[Lane, float]:
         """Runs the tasks of one pass, as `run` does. Lane → the seconds of the tasks that ended on it since the last
         timeline."""
-        self._pass(tasks)
+        self._pass(tasks, one_piece)
         total: dict[Lane, float] = {}
         for task, start_s, end_s in self._ended:
             for lane in task.lanes:
@@ -70,16 +87,18 @@ class Simulator:
         while self.now_s < until_s * (1 - 1e-12):
             self._step(until_s)
 
-    def _pass(self, tasks: Iterable[Task]) -> None:
-        self._add(tasks)
+    def _pass(self, tasks: Iterable[Task], one_piece: bool) -> None:
+        self._add(tasks, one_piece)
         while self._computing:
             self._step()
 
-    def _add(self, tasks: Iterable[Task]) -> None:
+    def _add(self, tasks: Iterable[Task], one_piece: bool = False) -> None:
         for task in tasks:
             for lane in task.lanes:
                 self._queues.setdefault(lane, deque()).append(task)
             self._waiting.add(task.id)
+            if one_piece:
+                self._in_one_piece.add(task.id)
             if task.calls[0].op not in MOVES:
                 self._computing.add(task.id)
 
@@ -90,7 +109,8 @@ class Simulator:
             if queue:
                 task = queue[0]
                 if task.id not in running and waiting.isdisjoint(task.after) and self._heads(task):
-                    running[task.id] = (task, self.now_s, self._cost.seconds(task))
+                    seconds = self._cost.seconds(task, task.id in self._in_one_piece)
+                    running[task.id] = (task, self.now_s, seconds)
         if not running:
             assert until_s < float("inf"), "a task waits for one that never came"
             self.now_s = until_s
@@ -123,6 +143,7 @@ class Simulator:
         del self._running[task.id]
         self._waiting.discard(task.id)
         self._computing.discard(task.id)
+        self._in_one_piece.discard(task.id)
         for lane in task.lanes:
             self._queues[lane].popleft()
         self._ended.append((task, start_s, self.now_s))

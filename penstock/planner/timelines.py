@@ -10,7 +10,7 @@ from penstock.graph.tasks import Pass
 from penstock.graph.timeline import Timeline
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, RouterTrace
-from penstock.planner.simulate import Simulator
+from penstock.planner.simulate import Simulator, lowered_pass
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
@@ -31,6 +31,6 @@ def timelines(
         then = passes.DECODE if position + 1 < last else None
         wanted.append(passes.decode(plan, seqs, (position,) * len(seqs), then))
     for p in wanted:
-        yield simulator.run(lowering.step(p, replay.answer)), p
+        yield simulator.run(*lowered_pass(lowering, p, replay.answer)), p
         simulator.pause(cost.between_passes_s)
     yield simulator.drain(), None

@@ -57,7 +57,7 @@ def test_passes_that_come_round_are_those_of_the_lowering(data: st.DataObject) -
     lowering, other = Lowering(plan), Lowering(plan)
     for p in passes.prompts(plan, (0,), (prompt,), passes.DECODE):
         _, before = list(other.step(p)), len(list(lowering.step(p)))
-    for tasks in islice(predicting._repeated(lowering, step, predicting.Replay(plan)), 8):
+    for tasks, _ in islice(predicting._repeated(lowering, step, predicting.Replay(plan)), 8):
         wanted, start = list(other.step(step)), tasks[0].id - before
         for a, b in zip(tasks, wanted, strict=True):
             # What they wait for of the pass before; older ones are done.

@@ -11,7 +11,12 @@ from penstock.graph.arenas import with_arenas
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.verify import verify
+from penstock.planner.cost import Cost
+from penstock.planner.simulate import Simulator, lowered_pass
+from penstock.spec.machine import Rate
+from penstock.spec.places import CPU, DISK
 from penstock.spec.plan import Plan
+from tests.pure.machine import MACHINE
 from tests.pure.test_expert_cache import Said, cached_plan, drawn, one, worst
 
 LAST = 9  # passes
@@ -62,3 +67,23 @@ def test_passes_whose_weights_stream_have_none() -> None:
     assert not any(t.like >= 0 and not isinstance(t.calls, tuple)
                    for of_pass in lowered(with_arenas(replace(plan, units=units)), one(plan), True)
                    for t in of_pass)  # fmt: skip
+
+
+@pytest.mark.parametrize(("slots", "open_from"), [(9, 1), (1, None)])
+def test_a_native_program_has_no_tasks_to_hand_out(slots: int, open_from: int | None) -> None:
+    """A pass whose shape was seen is done in one piece, if its cache has room for what a token wants: predictions
+    charge it no overheads. Whoever wants more than that does it task by task."""
+    plan = cached_plan(slots, "lfu", 0, batch_seqs=1)
+    alphas_s = {(CPU, "*"): 1e-6, (CPU, "task"): 1e-3, (CPU, "call"): 1e-4, (DISK.reads, "*"): 1e-6}
+    rates = tuple(Rate(lane, op, "*", alpha_s, 0.0) for (lane, op), alpha_s in alphas_s.items())
+    lowering, simulator = Lowering(plan), Simulator(Cost(replace(MACHINE, rates=rates)))
+    answer = drawn(plan)
+    seconds = []
+    for p in decoded(plan)[:4]:
+        start_s = simulator.now_s
+        simulator.busy_s(*lowered_pass(lowering, p, answer))
+        seconds.append(simulator.now_s - start_s)
+    layers = len(plan.target.spec.layers)
+    for nth, took_s in enumerate(seconds):
+        in_one_piece = open_from is not None and nth >= open_from
+        assert (took_s < 1e-3) == in_one_piece and (in_one_piece or took_s > layers * 1e-3)
