@@ -19,7 +19,7 @@ from penstock.cli.options import (
     Machine,
     PlanFile,
     Weights,
-    Work,
+    Workload,
     as_path,
     file_to_write,
     flag,
@@ -46,7 +46,7 @@ _LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wa
 
 
 @dataclass(frozen=True)
-class BatchWork(Work):
+class BatchWorkload(Workload):
     """What the plan is for: as many answers at once as pays."""
 
     batch: int = flag("--batch", "N", "Answers at once, at most; default as many as pays.", MOST_SEQUENCES, min=1)
@@ -61,7 +61,7 @@ def batch(
         str, Argument(metavar="OUT", help="Answers, a line each as they come. One that was begun is gone on with.")
     ],
     machine: Machine,
-    work: BatchWork,
+    work: BatchWorkload,
     model: Annotated[
         str,
         Option("--model", metavar="MODEL", help=f"{MODEL_HELP}."),
@@ -206,7 +206,7 @@ def _say_left(lines: Lines, journal: Journal) -> None:
     note(f"{len(lines) - len(journal.done)} of {len(lines)} lines are left: the same command goes on with them")
 
 
-def _ask(work: BatchWork, machine: Machine, found: Survey, context: int) -> Ask:
+def _ask(work: BatchWorkload, machine: Machine, found: Survey, context: int) -> Ask:
     """The ask for answers of average length, which share KV pages as each grows. More context than the longest of them
     needs is of no use, so with `--context -1` it does not grow either."""
     from penstock.serve.batch.sizing import of_size

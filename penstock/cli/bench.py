@@ -17,7 +17,7 @@ from penstock.cli.options import (
     PlanFile,
     TraceName,
     Weights,
-    Work,
+    Workload,
     as_path,
     given_plan,
 )
@@ -30,7 +30,7 @@ _ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
 
 def bench(
     machine: Machine,
-    work: Work,
+    work: Workload,
     target: Annotated[
         str | None,
         Argument(metavar="MODEL", help=f"{MODEL_HELP}; or the word ops."),
@@ -83,7 +83,7 @@ def bench(
     elif target is None or (target == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
     elif target == "ops":
-        if trace or plan_file or family or cache_limit or work != Work(kv=work.kv, context=work.context):
+        if trace or plan_file or family or cache_limit or work != Workload(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context, --rows and --isa; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, as_json)
@@ -112,7 +112,7 @@ def bench(
             print_json(result.to_json())
 
 
-def _ops(config: str, machine: Machine, work: Work, weights: str | None, rows: str, as_json: bool) -> None:
+def _ops(config: str, machine: Machine, work: Workload, weights: str | None, rows: str, as_json: bool) -> None:
     """`penstock bench ops`: prints a line per op and number of rows. Raises BadRequest for wrong --rows."""
     if work.context == GROWING:
         raise BadRequest("ops times attention at one --context: -1 names none")

@@ -19,7 +19,7 @@ from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_spee
 from penstock.errors import BadRequest, BrokenModel, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.serve.api.chats import Chat as Asked
+    from penstock.serve.api.chats import ChatPrompt
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.sampling import SamplingParams
@@ -121,13 +121,13 @@ class Chat:
         self._last = generation
         tell_speed(self._engine, generation, self._promised)
 
-    def _tell_rewritten(self, asked: Asked) -> None:
+    def _tell_rewritten(self, asked: ChatPrompt) -> None:
         """Says so where the template writes turns otherwise than they were, so that they are read again."""
         again = len(asked.ids) - self._engine.holds(asked.ids)
         if self._conversation.rewritten and again > 1:
             note(f"the chat template writes earlier turns anew: {again} of {len(asked.ids)} tokens are read")
 
-    def _within_context(self) -> Asked:
+    def _within_context(self) -> ChatPrompt:
         """The prompt of the conversation. Where it leaves no room for an answer the oldest turns leave, until half of
         the context is free, so that this does not come again with each turn."""
         context, prompt = self._engine.plan.context, self._conversation.prompt

@@ -11,7 +11,7 @@ from typer import Argument
 
 import penstock
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Json, Machine, Sampling, Work
+from penstock.cli.options import CacheLimit, Json, Machine, Sampling, Workload
 from penstock.cli.output import note
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
@@ -44,7 +44,7 @@ def demo(
     from penstock.serve.tokenizer import Tokenizer
     from penstock.store.packed import open_packed
 
-    ask = Work().ask(machine)
+    ask = Workload().ask(machine)
     tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
     if sampling.seed is None:
         sampling = dataclasses.replace(sampling, seed=SEED)

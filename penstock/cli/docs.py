@@ -14,10 +14,10 @@ from typing import Any
 import typer
 
 from penstock.cli.main import app
-from penstock.cli.options import Machine, Sampling, Work
+from penstock.cli.options import Machine, Sampling, Workload
 
 FILE = Path("docs/cli.md")
-_GROUPS = (Machine, Work, Sampling)
+_GROUPS = (Machine, Workload, Sampling)
 _INTRO = """# The command line
 
 Made by `python -m penstock.cli.docs` from the commands; `--check` fails where this page is stale.

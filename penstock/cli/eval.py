@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Work, given_plan, read_text
+from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Workload, given_plan, read_text
 from penstock.cli.output import print_json, progress
 from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
@@ -19,7 +19,7 @@ def eval_(
     model: Model,
     file: TextFile,
     machine: Machine,
-    work: Work,
+    work: Workload,
     weights: Weights = None,
     against: Annotated[
         str | None,

@@ -128,7 +128,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What the plan is for."""
 
     kv: str | None = flag(
@@ -198,7 +198,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class SharedWork(Work):
+class SharedWorkload(Workload):
     """What the plan is for, where sequences may share KV pages."""
 
     kv_tokens: int | None = flag(
@@ -244,7 +244,7 @@ class Sampling:
     seed: int | None = flag("--seed", "N", "Makes a draw repeatable.")
     ignore_eos: bool = flag("--ignore-eos", None, "Go on past the end of text, to --max-tokens.", False)
 
-    def params(self, generation_config: dict[str, Any], work: Work | None = None) -> SamplingParams:
+    def params(self, generation_config: dict[str, Any], work: Workload | None = None) -> SamplingParams:
         """The parameters of these flags and the model's generation_config.json. Raises BadRequest, BrokenModel."""
         from penstock.serve.sampling import with_model_defaults
 
@@ -260,14 +260,14 @@ class Sampling:
         return from_model(generation_config, **dataclasses.asdict(self))
 
 
-def given_plan(file: str | None, machine: Machine, work: Work) -> Plan | None:
+def given_plan(file: str | None, machine: Machine, work: Workload) -> Plan | None:
     """The plan of --plan; None without that flag. Raises BadRequest where it is given beside a flag that the plan
     already decides, and where the file is no plan."""
     if file is None:
         return None
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
     flags |= {"--sparsity": work.sparsity != "auto", "--attention": work.attention != "full"}
-    flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWork) else {}
+    flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWorkload) else {}
     if any(flags.values()):
         raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")
     return _read_plan(file)

@@ -17,7 +17,7 @@ from penstock.cli.options import (
     Json,
     Machine,
     Shape,
-    SharedWork,
+    SharedWorkload,
     TraceName,
     Weights,
     Why,
@@ -62,7 +62,7 @@ SvgName = Annotated[
 def plan(
     model: Shape,
     machine: Machine,
-    work: SharedWork,
+    work: SharedWorkload,
     weights: Weights = None,
     machine_file: MachineName = None,
     svg: SvgName = None,
@@ -122,7 +122,7 @@ class _How:
     """The flags, but those that name files to write."""
 
     machine: Machine
-    work: SharedWork
+    work: SharedWorkload
     weights: Format | None
     machine_file: str | None
     answers: str | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Work, read_text
+from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
@@ -26,7 +26,7 @@ def profile(
     model: Model,
     file: TextFile,
     machine: Machine,
-    work: Work,
+    work: Workload,
     weights: Weights = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Read at most so many tokens of the text.")] = 16384,
     below: Annotated[

@@ -23,7 +23,7 @@ from penstock.cli.options import (
     TraceName,
     Weights,
     Why,
-    Work,
+    Workload,
     given_plan,
     read_text,
 )
@@ -36,7 +36,7 @@ from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
-    from penstock.serve.api.chats import Chat as Asked
+    from penstock.serve.api.chats import ChatPrompt
     from penstock.serve.engine import Engine
     from penstock.serve.generation import Generation
     from penstock.serve.renewal import Renewed
@@ -49,7 +49,7 @@ UNTIL_END = -1  # of --max-tokens: until the context's end
 def run(
     model: Model,
     machine: Machine,
-    work: Work,
+    work: Workload,
     sampling: Sampling,
     prompt: Annotated[
         str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")
@@ -163,7 +163,7 @@ def say_why(engine: Engine) -> None:
 
 def answer(
     engine: Engine, prompt: list[int], params: SamplingParams, as_json: bool, count: int = 1, lead: str = "",
-    from_model: Sequence[str] = (), asked: Asked | None = None, thoughts: bool = True,
+    from_model: Sequence[str] = (), asked: ChatPrompt | None = None, thoughts: bool = True,
 ) -> None:  # fmt: skip
     """Generates `count` answers to a prompt (token ids). Prints `lead`, the text as it comes and a line of speed, or
     else the JSON object. `from_model`: which values of `params` come from the model's generation_config.json. `asked`:
@@ -262,11 +262,10 @@ def read_prompt(prompt: str | None) -> str:
     return text.removesuffix("\n")
 
 
-def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> Asked:
+def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> ChatPrompt:
     """A prompt, by the chat template unless `raw`. `system`: what stands before it. Raises BadRequest where there is no
     template for that."""
-    from penstock.serve.api.chats import Chat as Asked
-    from penstock.serve.api.chats import chat_of
+    from penstock.serve.api.chats import ChatPrompt, chat_of
 
     if not raw and tokenizer.has_chat_template:
         return chat_of(tokenizer, [*opening(system), {"role": "user", "content": text}], None)
@@ -274,4 +273,4 @@ def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> 
         raise BadRequest(f"{NO_TEMPLATE}: --system cannot be told apart from the prompt")
     if not raw:
         note(f"{NO_TEMPLATE}: it continues the prompt as it stands")
-    return Asked(tokenizer.encode(text))
+    return ChatPrompt(tokenizer.encode(text))

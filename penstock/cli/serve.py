@@ -18,7 +18,7 @@ from penstock.cli.options import (
     Machine,
     Model,
     PlanFile,
-    SharedWork,
+    SharedWorkload,
     Weights,
     as_path,
     flag,
@@ -47,7 +47,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class ServeWork(SharedWork):
+class ServeWork(SharedWorkload):
     """What the plan is for: several answers at once."""
 
     batch: int = flag("--batch", "N", "Answers at once; other requests wait.", 8, min=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Work, read_text
+from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.store.files import MAX_TEXT_BYTES
@@ -26,7 +26,7 @@ def train_predictors(
         str, Option("--text", metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")
     ],
     machine: Machine,
-    work: Work,
+    work: Workload,
     weights: Weights = None,
     tokens: Annotated[
         int | None,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.tokenizer import Tokenizer
 
 
@@ -25,7 +25,7 @@ class Conversation:
         self._text, self._ids = "", list[int]()
         self.rewritten = False
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> Chat:
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> ChatPrompt:
         """The prompt of these messages. Raises as `chat_of`."""
         chat, known = chat_of(self._tokenizer, messages, None), self._text
         follows = bool(known) and chat.text.startswith(known)
@@ -37,7 +37,7 @@ class Conversation:
                 chat = replace(chat, ids=ids)
         return chat
 
-    def answered(self, chat: Chat, text: str, token_ids: Sequence[int]) -> None:
+    def answered(self, chat: ChatPrompt, text: str, token_ids: Sequence[int]) -> None:
         """A prompt was answered by these ids, which are `text`. Those of the end of the text are left out."""
         ends = self._tokenizer.eos_ids
         said = [i for n, i in enumerate(token_ids) if not (i in ends and n == len(token_ids) - 1)]

@@ -57,7 +57,7 @@ _BYTES = 256  # tokens are drawn from those of the byte tokenizer
 
 
 @dataclass(frozen=True)
-class Rates:
+class FiringRates:
     """How often neurons fire, in no order: float64 [N] for all layers, or one for each. `said`: as the user said it."""
 
     layers: tuple[NDArray[np.float64], ...]
@@ -85,7 +85,7 @@ class HowFired:
     alike: float
 
 
-def parse_rates(said: str, spec: ModelSpec) -> Rates:
+def parse_rates(said: str, spec: ModelSpec) -> FiringRates:
     """`said`: "zipf:S", the rate of the neuron at rank r falling as r^-S, at most 1, with a mean of 3 %; or a file with
     a rate between 0 and 1 on each line, for the neurons of a layer or for those of all layers.
 
@@ -98,7 +98,7 @@ def parse_rates(said: str, spec: ModelSpec) -> Rates:
         if steepness is None or not 0 <= steepness <= _MOST_STEEP:
             raise BadRequest(f"{said!r}: after {ZIPF} comes the steepness, a number from 0 to {_MOST_STEEP:g}")
         by_size = {n: _zipf(n, steepness) for n in neurons}
-        return Rates(tuple(by_size[layer.ffns[0].neurons] for layer in spec.layers), said)
+        return FiringRates(tuple(by_size[layer.ffns[0].neurons] for layer in spec.layers), said)
     file = Path(said)
     if not file.exists():
         raise BadRequest(f"{said} is neither {ZIPF}S nor a file")
@@ -114,9 +114,9 @@ def parse_rates(said: str, spec: ModelSpec) -> Rates:
             raise BadRequest(f"{said}: rate {i + 1} is {line[:20]!r}, not a number from 0 to 1")
         rates[i] = rate
     if len(lines) != total:
-        return Rates((rates,), said)
+        return FiringRates((rates,), said)
     edges = accumulate((layer.ffns[0].neurons for layer in spec.layers), initial=0)
-    return Rates(tuple(rates[lo:hi] for lo, hi in pairwise(edges)), said)
+    return FiringRates(tuple(rates[lo:hi] for lo, hi in pairwise(edges)), said)
 
 
 def _number(text: str) -> float | None:
@@ -133,7 +133,7 @@ def _zipf(neurons: int, steepness: float) -> NDArray[np.float64]:
 
 
 def find_shifts(
-    spec: ModelSpec, weights: Format, seed: int, rates: Rates, on_progress: Progress | None = None
+    spec: ModelSpec, weights: Format, seed: int, rates: FiringRates, on_progress: Progress | None = None
 ) -> tuple[dict[int, Float32], tuple[HowFired, ...]]:
     """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
     than a layer's weights are in memory. Raises DoesNotFit, StorageFailed where the system refuses memory, and

@@ -210,16 +210,16 @@ def test_full_disk_behind_stdout():
 
 def test_flags_become_an_ask():
     machine = options.Machine(host_memory="1GiB", resident="10MiB", device_memory="2g")
-    ask = options.Work(batch=3, context=99, objective="throughput", kv="float16").ask(machine, prompt_tokens=5)
+    ask = options.Workload(batch=3, context=99, objective="throughput", kv="float16").ask(machine, prompt_tokens=5)
     assert (ask.host_memory_bytes, ask.resident_bytes, ask.device_memory_bytes) == (2**30, 10 * 2**20, 2**31)
     assert (ask.batch, ask.context, ask.objective, ask.kv, ask.prompt_tokens) == (3, 99, "throughput", "float16", 5)
-    assert options.Work(prompt_tokens=7).ask(machine, prompt_tokens=5).prompt_tokens == 7
+    assert options.Workload(prompt_tokens=7).ask(machine, prompt_tokens=5).prompt_tokens == 7
 
 
 def test_longest_answer():
     assert options.Sampling().params({}).max_tokens == options.DEFAULT_MAX_TOKENS
-    assert options.Sampling().params({}, options.Work(output_tokens=9)).max_tokens == 9
-    assert options.Sampling(max_tokens=3).params({}, options.Work(output_tokens=9)).max_tokens == 3
+    assert options.Sampling().params({}, options.Workload(output_tokens=9)).max_tokens == 9
+    assert options.Sampling(max_tokens=3).params({}, options.Workload(output_tokens=9)).max_tokens == 3
     params = options.Sampling(stop=["a", "b"], seed=0, temperature=0.0).params({"do_sample": True})
     assert (params.stop, params.seed, params.greedy) == (("a", "b"), 0, True)
 
@@ -239,7 +239,7 @@ def test_text_files(tmp_path):
         options.read_text(str(tmp_path))
     (tmp_path / "plan").write_text('{"plan": 5}')
     with pytest.raises(BadRequest, match="schema"):
-        options.given_plan(str(tmp_path / "plan"), options.Machine(), options.Work())
+        options.given_plan(str(tmp_path / "plan"), options.Machine(), options.Workload())
 
 
 # --- output ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from penstock.errors import BadRequest, BrokenModel, DoesNotFit
 from penstock.models import spec_from_config
 from penstock.runtime import host
 from penstock.serve import firing_rates
-from penstock.serve.firing_rates import Rates, find_shifts, parse_rates, together
+from penstock.serve.firing_rates import FiringRates, find_shifts, parse_rates, together
 from penstock.spec.format import FLOAT32, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.store.packed import Packed, open_packed
@@ -39,7 +39,7 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
     return spec_from_config(config, "test")
 
 
-def made(folder: Path, config: dict[str, Any], weights: str) -> tuple[Packed, Rates]:
+def made(folder: Path, config: dict[str, Any], weights: str) -> tuple[Packed, FiringRates]:
     (folder / "config.json").write_text(json.dumps(config))
     rates = parse_rates(RATES, spec_of(config))
     shifts, _ = find_shifts(spec_of(config), parse_format(weights), 0, rates)

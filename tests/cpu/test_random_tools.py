@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 import penstock
-from penstock.serve.api.chats import Chat
+from penstock.serve.api.chats import ChatPrompt
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
@@ -105,7 +105,7 @@ def test_every_call_validates(engine: Engine, service: Service) -> None:
         for i, schema in enumerate(schemas):
             function = {"name": "look.up-it", "parameters": schema}
             tools = Tools(offered([{"type": "function", "function": function}]), "required", parallel)
-            chats.append(Chat(prompt, tools, writing=WRITINGS[(first + i) % len(WRITINGS)]))
+            chats.append(ChatPrompt(prompt, tools, writing=WRITINGS[(first + i) % len(WRITINGS)]))
             params.append(chats[-1].ruled(SamplingParams(max_tokens=MOST, temperature=1.0, seed=seed + i)))
         answers = service.generate([prompt] * AT_ONCE, params)
         for chat, schema, how, answer in zip(chats, schemas, params, answers, strict=True):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Core
 
 import penstock
 from penstock.errors import BadRequest
-from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.guides import Guides
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def opened(folder: Path, template: str, marks: tuple[str, ...] = ()) -> Tokenize
     return Tokenizer.open(folder)
 
 
-def follows(chat: Chat, guides: Guides, tokenizer: Tokenizer, text: str) -> bool:
+def follows(chat: ChatPrompt, guides: Guides, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the grammar lets a model say this text, and end there."""
     rule = chat.ruled(SamplingParams()).rule
     assert rule is not None

@@ -30,7 +30,7 @@ from penstock.planner.predict import predict
 from penstock.planner.programs import neurons as ilp
 from penstock.planner.programs import placement
 from penstock.planner.programs.neurons import LayerGroups, NeuronProgram, allowed, impact_of, least_groups
-from penstock.planner.programs.placement import Rates
+from penstock.planner.programs.placement import TokenTimes
 from penstock.planner.shorten import quick, shortened
 from penstock.planner.solve import powerinfer, settle_context
 from penstock.planner.solve.problem import Problem
@@ -197,15 +197,15 @@ def test_the_least_that_pays_for_a_synchronisation() -> None:
 
 
 @st.composite
-def measured(draw: st.DrawFn) -> tuple[NeuronProgram, list[Rates]]:
+def measured(draw: st.DrawFn) -> tuple[NeuronProgram, list[TokenTimes]]:
     program = draw(programs())
     program = replace(program, host_bytes=program.total_bytes)
     times = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
-    return program, [Rates(draw(times), draw(times), draw(times), draw(times)) for _ in program.layers]
+    return program, [TokenTimes(draw(times), draw(times), draw(times), draw(times)) for _ in program.layers]
 
 
 @given(measured())
-def test_no_choice_is_faster_than_the_bound(case: tuple[NeuronProgram, list[Rates]]) -> None:
+def test_no_choice_is_faster_than_the_bound(case: tuple[NeuronProgram, list[TokenTimes]]) -> None:
     program, rates = case
     found = placement.fastest(program, rates)
     assert found is not None and found.seconds == pytest.approx(placement.seconds_of(program, rates, found.counts))
@@ -224,14 +224,14 @@ def test_no_choice_is_faster_than_the_bound(case: tuple[NeuronProgram, list[Rate
 def test_a_large_model_by_seconds(share: float) -> None:
     """80 layers: how far from the best there is, where a synchronisation costs as much as 10 hot groups."""
     program = curved(80, 250, 1, share)
-    found = placement.fastest(program, [Rates(5e-7, 1e-5, 9e-5, 1e-5)] * 80)
+    found = placement.fastest(program, [TokenTimes(5e-7, 1e-5, 9e-5, 1e-5)] * 80)
     assert found is not None and found.gap < 0.03  # hottest first is kept within 2 %
 
 
 def test_ram_that_is_too_small_is_seen() -> None:
     program = replace(curved(4, 8, 1, 0.5), host_bytes=15 << 20)
-    assert placement.fastest(program, [Rates(1.0, 2.0, 1.0)] * 4) is None
-    found = placement.fastest(replace(program, host_bytes=16 << 20), [Rates(2.0, 1.0, 1.0)] * 4)
+    assert placement.fastest(program, [TokenTimes(1.0, 2.0, 1.0)] * 4) is None
+    found = placement.fastest(replace(program, host_bytes=16 << 20), [TokenTimes(2.0, 1.0, 1.0)] * 4)
     assert found is not None and sum(found.counts) == 16  # as RAM has no room, though the device is slower
 
 

@@ -20,10 +20,10 @@ class ChosenNeurons:
     why: str
 
 
-Choose = Callable[[ilp.NeuronProgram, Sequence[placement.Rates]], ChosenNeurons | None]
+Choose = Callable[[ilp.NeuronProgram, Sequence[placement.TokenTimes]], ChosenNeurons | None]
 
 
-def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
+def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.TokenTimes]) -> ChosenNeurons | None:
     solution = ilp.solve(program)
     if solution is None:
         return None
@@ -34,7 +34,7 @@ def by_program(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> 
     )
 
 
-def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
+def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.TokenTimes]) -> ChosenNeurons | None:
     solution = placement.fastest(program, rates)
     if solution is None:
         return None
@@ -47,16 +47,16 @@ def by_seconds(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> 
     )
 
 
-def hottest(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
+def hottest(program: ilp.NeuronProgram, rates: Sequence[placement.TokenTimes]) -> ChosenNeurons | None:
     return _if_allowed(program, rates, placement.hottest_first(program), "the hottest neurons of all layers come first")
 
 
-def drawn(program: ilp.NeuronProgram, rates: Sequence[placement.Rates]) -> ChosenNeurons | None:
+def drawn(program: ilp.NeuronProgram, rates: Sequence[placement.TokenTimes]) -> ChosenNeurons | None:
     return _if_allowed(program, rates, placement.at_random(program), "neurons are drawn at random")
 
 
 def _if_allowed(
-    program: ilp.NeuronProgram, rates: Sequence[placement.Rates], counts: ilp.Counts, why: str
+    program: ilp.NeuronProgram, rates: Sequence[placement.TokenTimes], counts: ilp.Counts, why: str
 ) -> ChosenNeurons | None:  # fmt: skip
     used = sum(n * layer.group_bytes for n, layer in zip(counts, program.layers, strict=True))
     seconds = placement.seconds_of(program, rates, counts)

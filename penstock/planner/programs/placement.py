@@ -34,7 +34,7 @@ _WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class TokenTimes:
     """Seconds of a token. `device_s`, `host_s`: of a group all of whose neurons are active, on either executor.
     `sync_s`: of a layer that both executors compute, what the CPU's part waits for and is waited for. `begin_s`: of the
     device's part of a layer, if it has any."""
@@ -60,7 +60,7 @@ class Placed:
         return (self.seconds - self.bound_s) / self.seconds if self.seconds else 0.0
 
 
-def layer_times(layer: LayerGroups, rates: Rates) -> list[float]:
+def layer_times(layer: LayerGroups, rates: TokenTimes) -> list[float]:
     """Seconds of a layer where the device holds 0, 1, … of its groups, the hottest first."""
     there = [0.0, *accumulate(layer.impacts)]
     whole = len(layer.impacts)
@@ -73,7 +73,7 @@ def layer_times(layer: LayerGroups, rates: Rates) -> list[float]:
     ]
 
 
-def fastest(program: NeuronProgram, rates: Sequence[Rates]) -> Placed | None:
+def fastest(program: NeuronProgram, rates: Sequence[TokenTimes]) -> Placed | None:
     """The answer that takes the fewest seconds, within `gap`. `rates`: of each layer. None if the memories do not hold
     all groups."""
     if program.device_bytes < 0 or program.total_bytes > program.device_bytes + program.host_bytes:
@@ -112,7 +112,7 @@ def fastest(program: NeuronProgram, rates: Sequence[Rates]) -> Placed | None:
     return Placed(taken, seconds(taken), min(bound_s, seconds(taken)))
 
 
-def seconds_of(program: NeuronProgram, rates: Sequence[Rates], counts: Counts) -> float:
+def seconds_of(program: NeuronProgram, rates: Sequence[TokenTimes], counts: Counts) -> float:
     """Seconds of all layers by an answer."""
     each = zip(program.layers, rates, counts, strict=True)
     return sum(layer_times(layer, rate)[n] for layer, rate, n in each)

@@ -108,7 +108,7 @@ def program_of(problem: Problem, profile: NeuronProfile, device_bytes: int, host
     return ilp.NeuronProgram(tuple(layers), device_bytes, host_bytes)
 
 
-def rates_of(problem: Problem) -> list[placement.Rates]:
+def rates_of(problem: Problem) -> list[placement.TokenTimes]:
     """What a machine's measured figures say of each layer. A synchronisation (Eq. 4) takes a task on the device, a task
     on the CPU, and over the link a copy of one row of activations each way, and of which neurons are active."""
     cost, kind, row_bytes = problem.cost, problem.weights.kind, 4 * problem.spec.d_model
@@ -116,10 +116,10 @@ def rates_of(problem: Problem) -> list[placement.Rates]:
     sync_s += sum(cost.task_s(lane) for lane in (GPU.kernels, CPU))
     begin_s = cost.call_s(GPU.kernels, "ffn", kind, nbytes=0)
 
-    def of(part: Part) -> placement.Rates:
+    def of(part: Part) -> placement.TokenTimes:
         active_s = cost.call_s(GPU.to_host, "copy", "*", nbytes=active_columns(part.rows))
         device_s, host_s = (cost.least_s(lane, "ffn", kind, 1, part.granule_bytes) for lane in (GPU.kernels, CPU))
-        return placement.Rates(device_s, host_s, sync_s + active_s, begin_s)
+        return placement.TokenTimes(device_s, host_s, sync_s + active_s, begin_s)
 
     return [of(part) for part in problem.of_kind("ffn")]
 

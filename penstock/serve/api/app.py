@@ -17,7 +17,7 @@ import penstock
 from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api import page
 from penstock.serve.api.answers import Gone
-from penstock.serve.api.chats import Chat
+from penstock.serve.api.chats import ChatPrompt
 from penstock.serve.api.desk import Asked, AskedChat, Desk
 from penstock.serve.api.dialects import anthropic, ollama, responses
 from penstock.serve.api.embeddings import AskedVectors, embedded, openai_response
@@ -73,7 +73,7 @@ def _completions(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        def form(name: str, tokenizer: Tokenizer, chat: Chat, params: SamplingParams) -> Shape:
+        def form(name: str, tokenizer: Tokenizer, chat: ChatPrompt, params: SamplingParams) -> Shape:
             head = head_of("chatcmpl", secrets.token_hex(12), name)
             return Shape("chat.completion", head, tokenizer, lambda: chat.reading(params), with_usage=body.with_usage)
 

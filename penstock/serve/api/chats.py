@@ -16,7 +16,7 @@ from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, Writing
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatPrompt:
     """`ids`: the prompt. `writing`: how the answer may call tools, or has channels; None for neither. `thinks`: whether
     the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that. `text`: the prompt
     as text."""
@@ -55,7 +55,7 @@ class Chat:
         return Reading(self.writing if free else None, free and self.thinks, free and self.thinking)
 
 
-def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> Chat:
+def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> ChatPrompt:
     """Renders a conversation (`Tokenizer.chat`), in which tools may be called. Takes the tokenizer's process some time.
     Raises BadRequest as that does, and where calls in the conversation are none."""
     told, given = for_template(messages, tokenizer.writing, tools)
@@ -66,7 +66,7 @@ def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Too
         writing = tokenizer.writing or HERMES
     channels = writing is not None and writing.channels
     thinking = tokenizer.thinks and text.rstrip().endswith(THINK)
-    return Chat(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking, text)
+    return ChatPrompt(ids, tools, tokenizer.marks, writing, tokenizer.thinks and not channels, thinking, text)
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:

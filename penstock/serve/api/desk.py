@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from penstock.errors import BadRequest
 from penstock.serve.api.answers import Answers, Gone, Post
-from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.api.guard import OWNER, SPEND, Receive, Scope, Send
 from penstock.serve.api.shelf import Hold, Shelf
 from penstock.serve.generation import Generation, Used
@@ -63,7 +63,7 @@ class AskedChat(Asked):
     messages: Sequence[dict[str, Any]] = ()
     tools: Tools | None = None
     context: int | None = None
-    form: Callable[[str, Tokenizer, Chat, SamplingParams], Form] = field(kw_only=True)
+    form: Callable[[str, Tokenizer, ChatPrompt, SamplingParams], Form] = field(kw_only=True)
 
 
 class Desk:
@@ -104,7 +104,7 @@ class Desk:
             if raw is None:
                 chat = await to_thread.run_sync(chat_of, tokenizer, asked.messages, asked.tools, limiter=self.one)
             else:
-                chat = Chat(await to_thread.run_sync(tokenizer.encode, raw, limiter=self.one))
+                chat = ChatPrompt(await to_thread.run_sync(tokenizer.encode, raw, limiter=self.one))
             params = chat.ruled(self.params(asked, [chat.ids], hold, None))
             form = asked.form(hold.loaded.name, tokenizer, chat, params)
             return await self.answered(request, asked, [chat.ids], params, form, hold)

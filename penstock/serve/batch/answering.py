@@ -20,7 +20,7 @@ from penstock.serve.api.shape import Shape, head_of
 from penstock.serve.api.wire import EmbeddingRequest
 from penstock.serve.batch.foretelling import AHEAD, Foretelling
 from penstock.serve.batch.requests import NoRequest, echoed, read
-from penstock.serve.batch.survey import Answers, Survey, Todo, refuse, response
+from penstock.serve.batch.survey import AnswerJournal, Survey, Todo, refuse, response
 from penstock.serve.counts import TokenCounts
 from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
@@ -92,7 +92,7 @@ class BatchRun:
     twice a second."""
 
     def __init__(
-        self, engine: Engine, lines: Requests, journal: Answers, names: Sequence[str], most_tokens: int,
+        self, engine: Engine, lines: Requests, journal: AnswerJournal, names: Sequence[str], most_tokens: int,
         foretold: Foretelling, on_progress: Callable[[Done], None] | None = None,
     ) -> None:  # fmt: skip
         self._foretold = foretold

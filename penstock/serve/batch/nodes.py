@@ -86,7 +86,7 @@ class Told:
         self.peak_device_bytes = max(self.peak_device_bytes, counts["peaks"]["device_bytes"])
 
 
-class _Block:
+class _BlockOfLines:
     """A block's lines, and a journal of their answers in memory."""
 
     def __init__(self, lines: Sequence[dict[str, Any]]) -> None:
@@ -136,7 +136,7 @@ class Answerer:
         from penstock.serve.batch.survey import Survey, Todo
 
         lines = json.loads(row["block"])
-        block = _Block(lines)
+        block = _BlockOfLines(lines)
         run = BatchRun(self._engine, block, block, self._work.names, self._work.max_tokens, Foretelling())
         done = run.run(Survey([Todo(*each["todo"]) for each in lines]))
         said = {"lines": done.lines, "failed": done.failed, "answers": done.answers, "tokens": asdict(done.tokens)}

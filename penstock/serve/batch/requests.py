@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import BadRequest, BrokenModel
-from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.api.embeddings import MAX_INPUTS
 from penstock.serve.api.wire import MAX_SCORES, ChatRequest, CompletionRequest, EmbeddingRequest, what_is_wrong
 from penstock.serve.sampling import SamplingParams
@@ -52,7 +52,7 @@ class LineRequest:
     custom_id: str
     body: Body
     prompts: tuple[list[int], ...]
-    chat: Chat | None = None
+    chat: ChatPrompt | None = None
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen; of embeddings, that none is. Raises BadRequest."""

@@ -65,7 +65,7 @@ class Survey:
         return max(1, -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers)))
 
 
-class Answers(Protocol):
+class AnswerJournal(Protocol):
     """Where answers are written down: a file, or a list on its way to one."""
 
     def id_of(self, number: int) -> str:
@@ -120,7 +120,7 @@ def survey(
     return surveyed
 
 
-def refuse(journal: Answers, number: int, error: NoRequest) -> None:
+def refuse(journal: AnswerJournal, number: int, error: NoRequest) -> None:
     """Writes down why a line has no answer: as the server would have answered, or where it is no request at all as an
     error alone. Raises StorageFailed."""
     if error.code == "invalid_line":
@@ -131,7 +131,7 @@ def refuse(journal: Answers, number: int, error: NoRequest) -> None:
     journal.add(number, error.custom_id, response(journal, number, status, body))
 
 
-def response(journal: Answers, number: int, status: int, body: Any) -> dict[str, Any]:
+def response(journal: AnswerJournal, number: int, status: int, body: Any) -> dict[str, Any]:
     """What a server would have answered to a line."""
     return {"status_code": status, "request_id": journal.id_of(number), "body": body}
 

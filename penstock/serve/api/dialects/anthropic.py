@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from penstock.errors import PenstockError
 from penstock.serve.api.answers import Answers, Gone
-from penstock.serve.api.chats import Chat, chat_of
+from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.dialects.anthropic_wire import CountRequest, MessagesRequest
 from penstock.serve.api.errors import error_body
@@ -162,7 +162,7 @@ def routes(app: FastAPI, desk: Desk) -> None:
 
     @app.post(_PATH)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> MessageForm:
+        def form(name: str, _: Tokenizer, chat: ChatPrompt, params: SamplingParams) -> MessageForm:
             return MessageForm(name, len(chat.ids), chat.reading(params))
 
         about: dict[str, Any] = {"model": body.model, "params": body.params, "stream": body.stream}

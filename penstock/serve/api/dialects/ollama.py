@@ -17,7 +17,7 @@ from pydantic import Field
 import penstock
 from penstock.errors import BadRequest, PenstockError
 from penstock.serve.api.answers import Answers, Gone
-from penstock.serve.api.chats import Chat
+from penstock.serve.api.chats import ChatPrompt
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.embeddings import AskedVectors, Vectors, embedded, numbers
 from penstock.serve.api.shelf import Shelf
@@ -280,7 +280,7 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
     def asked(body: OllamaChat | OllamaGenerate, messages: list[dict[str, Any]], tools: Tools | None) -> AskedChat:
         chats = isinstance(body, OllamaChat)
 
-        def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> OllamaForm:
+        def form(name: str, _: Tokenizer, chat: ChatPrompt, params: SamplingParams) -> OllamaForm:
             return OllamaForm(name, chats, chat.reading(params), body.think is not False, len(chat.ids))
 
         about: dict[str, Any] = {"model": ours(body.model), "params": body.params, "stream": body.stream}

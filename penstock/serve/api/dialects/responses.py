@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from penstock.errors import PenstockError
 from penstock.serve.api.answers import Answers, Gone
-from penstock.serve.api.chats import Chat
+from penstock.serve.api.chats import ChatPrompt
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.dialects.responses_wire import ResponsesRequest
 from penstock.serve.api.shape import call_id
@@ -206,7 +206,7 @@ def routes(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/v1/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
-        def form(name: str, _: Tokenizer, chat: Chat, params: SamplingParams) -> ResponseForm:
+        def form(name: str, _: Tokenizer, chat: ChatPrompt, params: SamplingParams) -> ResponseForm:
             return ResponseForm(name, told, chat.reading(params), spaces)
 
         told, spaces = body.told(), body.spaces

@@ -98,7 +98,7 @@ class NamedResponseFunction(Sent):
         return _joined(self.namespace, self.name) if self.namespace else self.name
 
 
-class Namespace(Sent):
+class ToolNamespace(Sent):
     """Functions under one name. A model says both names with a dot between them."""
 
     type: Literal["namespace"]
@@ -176,10 +176,10 @@ class ResponsesRequest(Sent):
                 messages[-1]["reasoning_content"], thought = thought, ""
         return messages
 
-    def _namespaces(self) -> list[Namespace]:
+    def _namespaces(self) -> list[ToolNamespace]:
         """Those of the tools that are namespaces. Raises BadRequest."""
         try:
-            found = [Namespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
+            found = [ToolNamespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
         except ValidationError as error:
             raise BadRequest(f"tools: {what_is_wrong(error.errors())[0]}") from None
         # Before a description is written behind each tool's: a small body could name thousands of them.
