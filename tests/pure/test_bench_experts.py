@@ -24,7 +24,7 @@ class NoEngines:
     def limit(self, gb: str) -> int:
         return round(float(gb) * 1e9)
 
-    def make(self, table: str) -> None:
+    def make(self, table: str, beside: bool) -> None:
         raise AssertionError(f"models of {table} are not asked for")
 
     def ready(self) -> None:
@@ -171,7 +171,7 @@ def test_models_and_ready_do_what_they_say(
     done: list[str] = []
 
     class Noted(NoEngines):
-        def make(self, table: str) -> None:
+        def make(self, table: str, beside: bool) -> None:
             assert table == "uniform"
             done.append("make")
 
