@@ -216,7 +216,7 @@ class Engine:
     def renew(self) -> Renewed | None:
         """The promise by what disk and RAM give now. This takes some 20 ms, up to half a second where weights stream,
         and a few tenths of a second more where the promise differs. None where they cannot be told, or passes are not
-        computed as predictions assume. Raises StorageFailed, DamagedModel."""
+        computed as predictions assume."""
         if not self._usual:
             return None
         ask = settle_context(self.ask, self.packed.spec)

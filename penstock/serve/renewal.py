@@ -9,9 +9,11 @@ bytes so many times as fast: no other formula turns bytes into seconds.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.errors import PenstockError
 from penstock.planner.cost import Cost
 from penstock.planner.explain import Band, rate, spread
 from penstock.planner.predict import Prediction
@@ -107,14 +109,15 @@ class Renewed:
 def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
     """What disk and RAM give now, each where that can be told: weights were read for long enough, from one disk, and no
     device computes. `machine`: whose figures the plan was predicted with. Reads the disk for up to half a second, if
-    decoding streams and loading took less, and RAM for some 20 ms, or some 80 where it seems slow. Raises
-    StorageFailed, DamagedModel."""
+    decoding streams and loading took less, and RAM for some 20 ms, or some 80 where it seems slow."""
     if uses_device(session.plan):
         return ()
     cost, shifts = Cost(machine), list[Shift]()
     read = session.loading
     if read.seconds < _LEAST_READ_S:
-        read = read.beside(session.read_streamed(_LEAST_READ_S - read.seconds, _LEAST_READ_BYTES))
+        # A disk that fails now, or a damaged granule, is met by the pass that wants it, which says what to do.
+        with suppress(PenstockError):
+            read = read.beside(session.read_streamed(_LEAST_READ_S - read.seconds, _LEAST_READ_BYTES))
     disks = [lane for lane, nbytes in session.reader.bytes_by_disk.items() if nbytes]
     if len(disks) == 1 and tells(read):
         lane = disks[0]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import DamagedModel
 from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.runtime import first_loads, movers, reread
@@ -116,6 +117,20 @@ def test_reads_on_where_loading_was_short(enough: bool, folder: Path, monkeypatc
             (disk,) = renewed.shifts
             assert disk.measured_bytes_per_s < sum(part.nbytes for part in engine.packed.parts.values()) / 0.1
         assert engine.generate([[1, 2, 3]], SHORT)[0].token_ids == expected.token_ids
+
+
+def test_a_disk_that_fails_while_it_is_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise stays. Who wants the weights afterwards says what is wrong with them."""
+    plan = streaming(open_packed(folder), ("norms", "edges"))
+    monkeypatch.setattr(renewal, "_LEAST_READ_BYTES", 1)
+
+    def fails(*_: Any) -> Read:
+        raise DamagedModel("a granule is not what was written")
+
+    with closing(Engine.load(folder, Ask(), Loading(machine=MACHINE, plan=plan))) as engine:
+        monkeypatch.setattr("penstock.serve.session.from_disk", fails)
+        engine.renew()
+        assert len(engine.generate([[1, 2, 3]], SHORT)[0].token_ids) == SHORT.max_tokens
 
 
 def test_what_tells_nothing(folder: Path) -> None:
