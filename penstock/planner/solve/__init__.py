@@ -177,18 +177,15 @@ def solve(
     others = [each for each in ranked(compared, ask) if each is not chosen]
     better = (each for each in others if each.score_s(ask) < chosen.score_s(ask))
     strategy, plan, reasons, _, _ = chosen.candidate
-    prediction = chosen.prediction
-    if chosen is not rivals[0]:
-        tasks = {} if keep else None
-        prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
+    prediction, told = chosen.prediction, tuple[str, ...]()
     if problem.has_device and not problem.spec.is_routed:
         from penstock.planner.solve.scheinfer.rows import with_short_prompts
 
         plan, told = with_short_prompts(problem, plan)
         reasons += told
-        if told and reads_short(plan, ask):
-            tasks = {} if keep else None
-            prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
+    if chosen is not rivals[0] or (told and reads_short(plan, ask)):
+        tasks = {} if keep else None
+        prediction = quick(plan, ask, machine, trace=trace, kept=tasks)
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()

@@ -90,19 +90,18 @@ def with_profile(
 def _measured(problem: Problem) -> NeuronProfile | None:
     """What is known of the model's own neurons, granule by granule, in the order in which they are packed."""
     trace = problem.trace
-    return (
-        None if trace is None or not any(trace.fires) else measured(problem.of_kind("ffn"), trace.fires, trace.source)
-    )
+    if trace is None or not any(trace.fires):
+        return None
+    return measured(problem.of_kind("ffn"), trace.fires, trace.source)
 
 
 def program_of(problem: Problem, profile: NeuronProfile, device_bytes: int, host_bytes: int) -> ilp.NeuronProgram:
     """The integer program of a machine. `device_bytes`, `host_bytes`: what either memory has for neurons."""
     layers = []
     for part, rates in zip(problem.of_kind("ffn"), rates_of(problem), strict=True):
-        rows = [
-            part.rows_of(i, i + 1) / part.granule_rows for i in range(part.granules)
-        ]  # the last group may have fewer neurons
-        impacts = tuple(f * share for f, share in zip(profile.layers[part.layer], rows, strict=True))
+        # The last group may have fewer neurons.
+        filled = [part.rows_of(i, i + 1) / part.granule_rows for i in range(part.granules)]
+        impacts = tuple(f * share for f, share in zip(profile.layers[part.layer], filled, strict=True))
         least = ilp.least_groups(part.granule_rows, rates.device_s, rates.host_s, rates.sync_s)
         layers.append(ilp.LayerGroups(impacts, part.granule_bytes, least))
     return ilp.NeuronProgram(tuple(layers), device_bytes, host_bytes)

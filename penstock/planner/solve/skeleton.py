@@ -118,11 +118,9 @@ class Skeleton:
         if not self.has_device:
             memory = part.granules if part.kind in PINNED else memory
             return (0, memory, HOST, HOST, HOST, part.nbytes), (memory, part.granules, DISK.tier, HOST, HOST, loads)
-        if part.kind == "router":  # where the experts are computed
-            at = GPU.executor if there else HOST
-            return ((0, part.granules, at, at, at, part.nbytes),)
-        if part.kind in PINNED:
-            return ((0, part.granules, GPU.executor, GPU.executor, GPU.executor, part.nbytes),)
+        if part.kind in PINNED:  # a router is where its experts are computed
+            executor = HOST if part.kind == "router" and not there else GPU.executor
+            return ((0, part.granules, executor, executor, executor, part.nbytes),)
         if part.key == self.problem.gathered:
             home = HOST if memory == part.granules else DISK.tier
             return ((0, part.granules, home, GPU.executor, GPU.executor, part.nbytes),)

@@ -120,17 +120,11 @@ class BlockShape:
         layout = Layout(self.home)
         return sum(layout.filled_bytes(arena.name) for arena in self.home.arenas if arena.name.endswith(".kv"))
 
-    def window_bytes(self, tier: int) -> Mapping[Tier, float]:
-        """Memory → bytes of its windows, in a plan in which all KV is at home in this tier (1: RAM, 2: the disk)."""
-        return self._ram_windows if tier == 1 else self._disk_windows
-
     @cached_property
-    def _ram_windows(self) -> Mapping[Tier, float]:
-        return self._windows((0.0, 1.0, 0.0))
-
-    @cached_property
-    def _disk_windows(self) -> Mapping[Tier, float]:
-        return self._windows((0.0, 0.0, 1.0))
+    def window_bytes(self) -> tuple[Mapping[Tier, float], ...]:
+        """Of plans in which all KV is at home with the executor, in RAM and on the disk: memory → bytes of its
+        windows."""
+        return {GPU.executor: 0.0, HOST: 0.0}, self._windows((0.0, 1.0, 0.0)), self._windows((0.0, 0.0, 1.0))
 
     def _windows(self, away: Shares) -> Mapping[Tier, float]:
         # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.

@@ -132,8 +132,8 @@ class Terms:
         total, kv_total = float(shape.placed_bytes), float(shape.kv_bytes)
         ring = shape.ring_layers * total / self.layers
         slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
-        moving = [shape.window_bytes(tier) for tier in (1, 2) if mode.kv[tier]]
-        windows = {tier: max((each[tier] for each in moving), default=0.0) for tier in (GPU.executor, HOST)}
+        of_modes = [nbytes for nbytes, may in zip(shape.window_bytes, mode.kv, strict=True) if may]
+        windows = {tier: max(nbytes[tier] for nbytes in of_modes) for tier in (GPU.executor, HOST)}
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in shape.home.tier_bytes().items()}
         disk = lp.Line(0.0, (0.0, 0.0, total), (0.0, 0.0, kv_total)), float(problem.machine.tier(DISK.tier).bytes)
         if shape.main == HOST:

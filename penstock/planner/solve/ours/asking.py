@@ -41,14 +41,10 @@ _HOTTEST, _ORDERED = 0.1, 0.9
 def may_ask(problem: Problem) -> bool:
     """Whether such plans make sense: who fires is known by a profile, or who is active by predictors, and few rows want
     few neurons."""
-    known = problem.trace is not None and any(problem.trace.fires)
-    parts = problem.of_kind("ffn")
-    return (
-        known
-        and problem.may_stay is None
-        and problem.ask.batch <= MOST_ROWS
-        and all(may_be_asked(part, problem.sparsity) for part in parts)
-    )
+    trace = problem.trace
+    if trace is None or not any(trace.fires) or problem.may_stay is not None or problem.ask.batch > MOST_ROWS:
+        return False
+    return all(may_be_asked(part, problem.sparsity) for part in problem.of_kind("ffn"))
 
 
 def scattered(problem: Problem) -> bool:

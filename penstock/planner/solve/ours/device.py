@@ -85,13 +85,12 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
     the best first. In the given skeleton the device computes everything."""
     options: list[tuple[float, int, str, Skeleton]] = []
     layers, count = skeleton.problem.layers, _MOST_SPLITS
-    for attention_layers, kv_home, delegates in modes(skeleton):
-        whole = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
+    for whole in modes(skeleton):
         estimate = _estimate(whole)
         if estimate is None:
             continue
         shares = {"link and CPU": estimate.lifted(), "CPU": (0.0,) * layers, _LINK: (1.0,) * layers}
-        if kv_home != GPU.executor:  # only the split in which the device computes everything is tried with KV away
+        if whole.kv_home != GPU.executor:  # with KV away, only the split is tried in which the device computes all
             shares = {_LINK: shares[_LINK]}
         elif shares["link and CPU"] in (shares["CPU"], shares[_LINK]):
             del shares["link and CPU"]
@@ -105,9 +104,9 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
     return [(who, split) for seconds, _, who, split in sorted(options)[:count] if seconds <= _HOPELESS * best_s]
 
 
-def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
-    """(the number of layers whose attention the device computes, the home of their KV, whether the CPU computes the
-    scores) of all ways that fit."""
+def modes(skeleton: Skeleton) -> list[Skeleton]:
+    """The skeleton in all ways that fit: with other numbers of layers whose attention the device computes, other homes
+    of their KV, and scores on the device or on the CPU."""
     problem, layers = skeleton.problem, skeleton.problem.layers
 
     @cache
@@ -125,7 +124,7 @@ def modes(skeleton: Skeleton) -> list[tuple[int, Tier, bool]]:
     fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
     if problem.ask.value_share < 1:  # whole pages would cross, of which few values are wanted
         fitting = [mode for mode in fitting if mode[1] == GPU.executor or mode[2]]
-    return fitting
+    return [replace(skeleton, attention_layers=n, kv_home=home, delegates=scores) for n, home, scores in fitting]
 
 
 def _estimate(skeleton: Skeleton) -> Estimate | None:

@@ -40,8 +40,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     ]
     for skeleton in [*sizes, replace(smallest(problem), prompts=False)]:
         any_fits = False
-        for attention_layers, kv_home, delegates in device.modes(skeleton):
-            mode = replace(skeleton, attention_layers=attention_layers, kv_home=kv_home, delegates=delegates)
+        for mode in device.modes(skeleton):
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
                 if skeleton.chunk_rows <= CHUNK_ROWS or _reads(candidate.plan):

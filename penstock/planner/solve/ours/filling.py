@@ -27,30 +27,6 @@ POLICY = "lfu"
 Rest = Callable[[Skeleton, Resident], Plan | None]
 
 
-def filled(skeleton: Skeleton, rest: Rest | None = None, experts: bool = False) -> Plan | None:
-    """The plan that fills device memory, then RAM. None if it does not fit even with no weights in either memory.
-    `rest`: makes the plan of what stays in device memory; None: `in_ram`. `experts`: those of whole layers may stay in
-    device memory."""
-    problem, may_stay = skeleton.problem, skeleton.problem.may_stay
-    there_all = computed_there(skeleton, experts)
-    if may_stay is None and problem.bytes_of(there_all) <= problem.device_bytes:
-        options: tuple[Resident | None, ...] = (None, {})
-        wholes = [rest(skeleton, there_all)] if rest else (skeleton.plan(there_all, memory) for memory in options)
-        for whole in wholes:
-            if whole is not None and problem.fits(whole):
-                return whole
-    budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
-    if budget is not None and may_stay is not None:
-        budget = min(budget, may_stay)
-
-    def found_of(nbytes: int) -> tuple[Plan, None] | None:
-        plan = (rest or in_ram)(skeleton, fill_device(skeleton, nbytes, experts))
-        return None if plan is None else (plan, None)
-
-    found = within_device(problem, budget, found_of)
-    return None if found is None else found[0]
-
-
 def in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
     """The plan with `on_device` in device memory and all else in RAM; if that does not fit, `partly_in_ram`."""
     if skeleton.problem.may_stay is None:
@@ -58,6 +34,28 @@ def in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
         if skeleton.problem.fits(plan, HOST):
             return plan
     return partly_in_ram(skeleton, on_device)
+
+
+def filled(skeleton: Skeleton, rest: Rest = in_ram, experts: bool = False) -> Plan | None:
+    """The plan that fills device memory, then RAM. None if it does not fit even with no weights in either memory.
+    `rest`: makes the plan of what stays in device memory. `experts`: those of whole layers may stay in device
+    memory."""
+    problem, may_stay = skeleton.problem, skeleton.problem.may_stay
+    computed = computed_there(skeleton, experts)
+    if may_stay is None and problem.bytes_of(computed) <= problem.device_bytes:
+        whole = rest(skeleton, computed)
+        if whole is not None and problem.fits(whole):
+            return whole
+    budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
+    if budget is not None and may_stay is not None:
+        budget = min(budget, may_stay)
+
+    def found_of(nbytes: int) -> tuple[Plan, None] | None:
+        plan = rest(skeleton, fill_device(skeleton, nbytes, experts))
+        return None if plan is None else (plan, None)
+
+    found = within_device(problem, budget, found_of)
+    return None if found is None else found[0]
 
 
 def partly_in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:

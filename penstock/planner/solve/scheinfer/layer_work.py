@@ -156,8 +156,8 @@ class LayerWork:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
     def _learned(self, layer: Layer, step: PassSize, shares: Shares) -> LayerLines:
-        key = (layer, step, shares.attends, shares.kv_away, shares.delegates)
-        return self.problem.learned(key, lambda: _learn(self.problem, *key))
+        homes = Shares(attends=shares.attends, kv_away=shares.kv_away, delegates=shares.delegates)
+        return self.problem.learned((layer, step, homes), lambda: _learn(self.problem, layer, step, homes))
 
 
 class _LayerSums(NamedTuple):
@@ -173,16 +173,15 @@ class _LayerSums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(
-    problem: Problem, layer: Layer, step: PassSize, attends: bool, kv_away: bool, delegates: bool
-) -> LayerLines:  # fmt: skip
-    """Learns a layer's seconds by lowering one such layer, and two."""
+def _learn(problem: Problem, layer: Layer, step: PassSize, homes: Shares) -> LayerLines:
+    """Learns a layer's seconds by lowering one such layer, and two. Of `homes` only who attends, and where KV is, count
+    here."""
     ffn, cost = layer.ffns[0], problem.cost
     rows = replace(problem, spec=replace(problem.spec, layers=(layer,))).of_kind("ffn")[0].granule_rows
     granules = -(-ffn.neurons // rows)
     least = _SLICES * (rows if rows == GRANULE_ROWS else WIDE_ROWS[-1])  # more neurons may have wider granules
     wide = replace(layer, ffn=replace(ffn, neurons=max(ffn.neurons, least)))
-    one, two = (_sums(problem, (wide,) * count, step, attends, kv_away, delegates) for count in (1, 2))
+    one, two = (_sums(problem, (wide,) * count, step, homes) for count in (1, 2))
 
     def line(lane: Lane, home: Tier) -> SliceTime:
         count, fixed_s, moving_s = one.slices[lane, home]
@@ -197,26 +196,24 @@ def _learn(
         ahead_s=other_s[GPU.kernels]
         + max(0.0, tasks_s[GPU.kernels] - launched_s)
         + tasks_s[CPU]
-        + (other_s.get(CPU, 0.0) if delegates else 0.0),  # the device waits for the scores
+        + (other_s.get(CPU, 0.0) if homes.delegates else 0.0),  # the device waits for the scores
         link_also_s=other_s.get(GPU.to_device, 0.0),
-        cpu_also_s=other_s.get(CPU, 0.0) if not attends else 0.0,
+        cpu_also_s=other_s.get(CPU, 0.0) if not homes.attends else 0.0,
     )
     block = FfnBlock(lanes, line(CPU, HOST), line(GPU.to_device, HOST), line(GPU.kernels, GPU.executor))
     ends_s = one.other_s[GPU.kernels] + one.tasks_s[GPU.kernels] - other_s[GPU.kernels] - tasks_s[GPU.kernels]
     return LayerLines(block, ends_s)
 
 
-def _sums(
-    problem: Problem, layers: tuple[Layer, ...], step: PassSize, attends: bool, kv_away: bool, delegates: bool
-) -> _LayerSums:  # fmt: skip
+def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, homes: Shares) -> _LayerSums:
     """The sums of a pass through these layers. The FFN of each lies in slices GG, CG and CC of one unit each."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
-    attention, kv_home = len(layers) if attends else 0, HOST if kv_away else GPU.executor
+    attention, kv_home = len(layers) if homes.attends else 0, HOST if homes.kv_away else GPU.executor
     skeleton = device_skeleton(few, step.total_rows, attention, 0.5, kv_home, prompts=False)
-    skeleton = replace(skeleton, delegates=delegates)
     there = {part.key: part.granules // _SLICES for part in few.of_kind("ffn")}
     there |= all_of([few.head, *few.of_kind("attn")[:attention]])
-    plan, cost = replace(skeleton, unit_bytes=few.parts["0.ffn"].nbytes).plan(there), problem.cost
+    skeleton = replace(skeleton, unit_bytes=few.parts["0.ffn"].nbytes, delegates=homes.delegates)
+    plan, cost = skeleton.plan(there), problem.cost
     other_s, tasks_s = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]] = {}
     for task in Lowering(plan).step(step.lowered):
