@@ -14,14 +14,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.kernels.gpu import attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels
+from penstock.kernels.gpu import (
+    attend_kernels,
+    expert_kernels,
+    neuron_kernels,
+    row_kernels,
+    tile_kernels,
+    turn_kernels,
+    widen_kernels,
+)
 from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import parse_format
 from penstock.spec.model import Ffn, Routed, Router
 from tests.expert_cases import ExpertCase
 from tests.kernel_cases import FIXED, Case, with_relu
 
-MODULES = (attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels)
+MODULES = (attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels, widen_kernels)
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}
 MOST_SHARED_BYTES = 99 * 1024  # of a processor of a GeForce card; AMD's have 64 KiB
 TARGETS = {"cuda": 32, "hip": 64}  # threads of a warp

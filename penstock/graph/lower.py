@@ -40,11 +40,11 @@ from penstock.graph.emit import Emitter
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.ffn import FfnCalls
 from penstock.graph.open_passes import OpenPass, OpenPasses
-from penstock.graph.repeats import Repeats
+from penstock.graph.repeats import Repeats, likened_lanes
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
 from penstock.graph.tasks import Call, Pass, Slot, Task
-from penstock.spec.places import CPU, DISK, HOST, Executor, Lane, is_device, kernels_of
+from penstock.spec.places import DISK, HOST, Executor, kernels_of
 from penstock.spec.plan import Plan
 
 
@@ -57,7 +57,7 @@ class Lowering:
         self.layout = Layout(plan)
         self.parts = self.layout.parts
         self._head = head_units(plan)
-        self._emit = Emitter(likens=_liken(plan, self.layout))
+        self._emit = Emitter(likens=likened_lanes(plan, self.layout))
         self.caches = {(c.layer, c.executor): new_cache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, self.caches)
         self._calls = Calls(self.layout, self._emit)
@@ -392,12 +392,3 @@ class Lowering:
 
 def _nobody(call: Call) -> Sequence[Sequence[int]]:
     raise InternalError(f"{call.op} of this plan has to be answered, but nobody was named who does")
-
-
-def _liken(plan: Plan, layout: Layout) -> tuple[Lane, ...]:
-    """The lanes whose tasks may be like earlier ones, though passes differ (where they do not, `Repeats` finds them).
-    The CPU's: of plans that ask. A device's: where weights stream to it, since each pass has them where the pass before
-    had them. Not where a cache or the rows decide what a task is."""
-    lanes = (CPU,) if plan.asks else ()
-    recorded = is_device(plan.main) and not plan.caches and not layout.delegated
-    return (*lanes, kernels_of(plan.main)) if recorded else lanes

@@ -21,6 +21,7 @@ from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Pass, Task
+from penstock.spec.places import CPU, Lane, is_device, kernels_of
 from penstock.spec.plan import Plan
 
 # Shapes that are remembered, and forms: those seen last. Of one sequence four shapes come. Of a server's: a shape for
@@ -165,3 +166,12 @@ def form_of(p: Pass) -> Shape:
     """All that decides a pass's tasks, but for positions, numbers of rows, of sequences and of rows with logits, and
     what follows from them."""
     return (p.purpose, tuple(batch.form for batch in p.batches))
+
+
+def likened_lanes(plan: Plan, layout: Layout) -> tuple[Lane, ...]:
+    """The lanes whose tasks may be like earlier ones, though passes differ (where they do not, `Repeats` finds them).
+    The CPU's: of plans that ask. A device's: where weights stream to it, since each pass has them where the pass before
+    had them. Not where a cache or the rows decide what a task is."""
+    lanes = (CPU,) if plan.asks else ()
+    recorded = is_device(plan.main) and not plan.caches and not layout.delegated
+    return (*lanes, kernels_of(plan.main)) if recorded else lanes

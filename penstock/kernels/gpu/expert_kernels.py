@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.gpu.tile_kernels import _activate, _elements, _gated, _tile_dot
+from penstock.kernels.gpu.tile_kernels import _activate, _gated, _tile_dot
+from penstock.kernels.gpu.widen_kernels import elements
 
 SLOTS = 8
 
@@ -200,7 +201,7 @@ def _block_dot(
         for start in range(0, COLS, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             kept = (column < COLS) & (row < n_rows)
-            numbers = _elements(words, halves, tile_at, row % 16, column, kept, KIND, GROUP, GROUP_WORDS)
+            numbers = elements(words, halves, tile_at, row % 16, column, kept, KIND, GROUP, GROUP_WORDS)
             value = tl.load(x + at + granule * COLS + column, mask=(at >= 0) & (column < COLS), other=0.0)
             total = tl.dot(value, tl.trans(numbers), total, input_precision=DOT)
         tile_at += granule_words

@@ -41,12 +41,12 @@ def widen(weights: Tensor, block: Block, row_lo: int, out: Tensor, kernels: Kern
     if not kernels.triton:
         out.copy_(_widen(weights, block, row_lo // TILE_ROWS, tiles(row_lo + rows))[:, :rows, :cols])
         return
-    from penstock.kernels.gpu import tile_kernels
+    from penstock.kernels.gpu import widen_kernels
 
     words, halves = typed(weights, fmt)
     tile_words = fmt.tile_bytes(cols) // word_bytes(fmt)
     first_word = block.offset // word_bytes(fmt) + row_lo // TILE_ROWS * tile_words
-    tile_kernels.widen_kernel[(n, tiles(rows), -(-cols // _COLUMNS))](
+    widen_kernels.widen_kernel[(n, tiles(rows), -(-cols // _COLUMNS))](
         words, halves, out, words.stride(0), first_word, rows, out.stride(0), out.stride(1),
         cols, tile_words, fmt.kind, fmt.group, fmt.group_bytes // 4 if fmt.is_quantised else 0, _COLUMNS,
     )  # fmt: skip
@@ -59,9 +59,9 @@ def take_rows(weights: Tensor, block: Block, rows: Tensor, out: Tensor, kernels:
     words, halves = typed(weights, fmt)
     tile_words = fmt.tile_bytes(block.cols) // word_bytes(fmt)
     if kernels.triton:
-        from penstock.kernels.gpu import tile_kernels
+        from penstock.kernels.gpu import widen_kernels
 
-        tile_kernels.gather_kernel[(t, -(-block.cols // _GATHER_COLUMNS))](
+        widen_kernels.gather_kernel[(t, -(-block.cols // _GATHER_COLUMNS))](
             words, halves, rows, out, words.stride(0), out.stride(0),
             block.offset // word_bytes(fmt), block.rows, block.cols, tile_words, fmt.kind, fmt.group,
             fmt.group_bytes // 4 if fmt.is_quantised else 0, _GATHER_COLUMNS,
