@@ -36,16 +36,21 @@ class Ceilings:
     """Direct reads go on where the ones before ended, around and around, so that no cache below us helps."""
 
     def __init__(
-        self, files: Iterable[Path], blocks: tuple[int, ...] = BLOCKS, depths: tuple[int, ...] = DEPTHS
-    ) -> None:
+        self, files: Iterable[Path], blocks: tuple[int, ...] = BLOCKS, depths: tuple[int, ...] = DEPTHS,
+        room_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """`room_bytes`: what is read goes to all of so much memory in turns. 0: each thread reads to one place again
+        and again, which a processor's cache holds."""
         self._blocks, self._depths = blocks, depths
+        self._spread = room_bytes > 0
+        self._slots = max(room_bytes // max(blocks), max(depths))
         self._fds: list[tuple[int, int]] = []
         for file in files:
             fd, direct = _native.open_direct(str(file))
             if not direct:
                 sys.exit(f"{file}: this file system refuses direct reads, so there is no ceiling to measure")
             self._fds.append((fd, file.stat().st_size))
-        self._memory = _native.Memory(max(depths) * max(blocks), True)
+        self._memory = _native.Memory(self._slots * max(blocks), True)
         self._memory.populate()
         self._places = {nbytes: itertools.cycle(self._whole_blocks(nbytes)) for nbytes in blocks}
         self._pool = ThreadPoolExecutor(max(depths))
@@ -67,13 +72,15 @@ class Ceilings:
 
     def _disk(self, depth: int, nbytes: int) -> float:
         """Bytes per second, so many reads in flight, a thread each."""
-        start_s = time.perf_counter()
+        start_s, each = time.perf_counter(), self._slots // depth if self._spread else 1
 
         def reads(i: int) -> int:
             done = 0
-            while time.perf_counter() - start_s < READ_S:
+            for slot in itertools.cycle(range(i * each, (i + 1) * each)):
+                if time.perf_counter() - start_s >= READ_S:
+                    break
                 fd, at = next(self._places[nbytes])
-                done += _native.read_into(fd, at, self._memory.address + i * max(self._blocks), nbytes, nbytes)
+                done += _native.read_into(fd, at, self._memory.address + slot * max(self._blocks), nbytes, nbytes)
             return done
 
         read_bytes = sum(self._pool.map(reads, range(depth)))

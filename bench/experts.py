@@ -8,8 +8,9 @@ cannot follow and nobody guesses. Both engines are warmed by the same few tokens
 for its predictions are of caches in their steady state. Ceilings are read right before and right after what is
 measured. Two bounds of a token: max(missed bytes / disk, active bytes / RAM), and the chain of layers, whose experts
 are known one layer at a time: of each layer what is not an expert / RAM + max(missed bytes / disk at reads of one
-expert, active experts' bytes / RAM). GB are 10^9 bytes. `--config` takes another shape in its place, to try the bench
-out: budgets shrink with its weights.
+expert, active experts' bytes / RAM). The chain is told twice: by reads that go to the same few places again and again,
+which a processor's cache holds, and by reads that go all over a GiB, as experts go to their slots. GB are 10^9 bytes.
+`--config` takes another shape in its place, to try the bench out: budgets shrink with its weights.
 
 The whole takes hours. With `--rows FILE` each engine's turn is kept as it ends, and `--resume` counts those that are
 there. So parts can be run one by one (`--only`, `--tables`, `--rounds`, `--turns`), each within minutes, after `--only
@@ -30,7 +31,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bench.experts_engines import TABLES, WEIGHTS, Engines
-from bench.experts_rounds import Part, Tokens, budget, medians, prefill, resident, without_facts
+from bench.experts_rounds import PEERS, Part, Tokens, budget, medians, prefill, resident, without_facts
 from bench.offload_engines import tell
 from bench.rounds import Figures, Rounds, checksum, this_machine
 
@@ -152,7 +153,7 @@ def main() -> None:
             if only in (wanted.only or (only,)) and table in wanted.tables:
                 due = left(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
                 if due:
-                    engines.make(table_of([table]), any(turn != "ours" for _, turn in due))
+                    engines.make(table_of([table]), any(turn in PEERS for _, turn in due))
                     engines.ready()
                     measure(rounds, name, part, due)
             figures, lacking = found(rounds, name, part)

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bench.cpu import spread
-from bench.experts_engines import PREFILL_TOKENS, Engines
+from bench.experts_engines import PREFILL_TOKENS, ROOM_BYTES, Engines
 from bench.peers import Worker
 from bench.rounds import Figures
 
 PREFILL_GB = "9.2"
 COLD_TOKENS = 16
 STEADY_TOKENS = 160  # more, before caches are as they stay
-STEADY = ("tokens_per_s", "share_of_bound", "share_of_layer_chain", "hit_rate", "disk_bytes_exact")
+STEADY = (
+    "tokens_per_s", "share_of_bound", "share_of_layer_chain", "share_of_layer_chain_to_slots", "hit_rate",
+    "disk_bytes_exact",
+)  # fmt: skip
 RESIDENT_TOKENS = 32
+PEERS = ("peer", "repacked", "plain")  # turns of llama.cpp
 
 
 class Tokens(NamedTuple):
@@ -28,14 +32,15 @@ class Tokens(NamedTuple):
 def measured(engines: Engines, worker: Worker, command: str, tokens: int) -> Figures:
     """A decode of ours between two readings of the ceilings, and its bounds."""
     facts = worker.facts
-    plain, single = engines.ceilings(), engines.ceilings(facts["expert_bytes"])
-    before = (plain.read(), single.read())
+    of_expert = facts["expert_bytes"]
+    ceilings = engines.ceilings(), engines.ceilings(of_expert), engines.ceilings(of_expert, ROOM_BYTES)
+    before = [each.read() for each in ceilings]
     answer = worker.ask(command, tokens)
-    after = (plain.read(), single.read())
-    plain.close()
-    single.close()
+    after = [each.read() for each in ceilings]
+    for each in ceilings:
+        each.close()
     ram = statistics.mean(reading.ram_read_bytes_per_s for reading in (*before, *after))
-    disk, disk_by_expert = (
+    disk, disk_by_expert, disk_to_slots = (
         statistics.mean(reading.disk_read_bytes_per_s for reading in readings)
         for readings in zip(before, after, strict=True)
     )
@@ -44,15 +49,21 @@ def measured(engines: Engines, worker: Worker, command: str, tokens: int) -> Fig
     bytes_per_token = facts["dense_bytes"] + facts["routed_layers"] * active_bytes
     missed_bytes = answer["missed"] * expert_bytes
     bound_s = max(missed_bytes / disk, tokens * bytes_per_token / ram)
-    chain_s = tokens * facts["dense_bytes"] / ram
     layers = by_misses if sum(by_misses) else [tokens * facts["routed_layers"]]
-    for misses, times in enumerate(layers):
-        chain_s += times * max(misses * expert_bytes / disk_by_expert, active_bytes / ram)
+
+    def chain_s(by_expert: float) -> float:
+        """Of the layers one after the other, where the disk gives so many bytes/s to reads of one expert."""
+        of_layers = (
+            times * max(misses * expert_bytes / by_expert, active_bytes / ram) for misses, times in enumerate(layers)
+        )
+        return float(tokens * facts["dense_bytes"] / ram + sum(of_layers))
+
     return {
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "share_of_bound": bound_s / seconds,
-        "share_of_layer_chain": chain_s / seconds,
+        "share_of_layer_chain": chain_s(disk_by_expert) / seconds,
+        "share_of_layer_chain_to_slots": chain_s(disk_to_slots) / seconds,
         "share_of_ram_bandwidth": tokens * bytes_per_token / seconds / ram,
         "disk_bytes_per_token": answer["disk_bytes"] / tokens,
         "disk_bytes_exact": answer["exact"],
@@ -62,6 +73,7 @@ def measured(engines: Engines, worker: Worker, command: str, tokens: int) -> Fig
         "ram_read_bytes_per_s": ram,
         "disk_read_bytes_per_s": disk,
         "disk_read_by_expert_bytes_per_s": disk_by_expert,
+        "disk_read_to_slots_bytes_per_s": disk_to_slots,
     }
 
 
@@ -118,6 +130,7 @@ def _ours_within(engines: Engines, limit: int, command: str, tokens: Tokens) -> 
             "predicted_tokens_per_s": told["tokens_per_s"],
             "predicted_hit_rate": told["hit_rate"],
             "predicted_vs_measured": told["tokens_per_s"] / figures["steady_tokens_per_s"],
+            "predicted_today_vs_measured": told["today_tokens_per_s"] / figures["steady_tokens_per_s"],
             "planned_host_bytes": facts["planned_host_bytes"],
             "peak_cgroup_bytes": cgroup.peak_bytes() if cgroup else 0,
             "facts": facts,

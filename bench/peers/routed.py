@@ -25,6 +25,7 @@ from penstock.runtime import host
 from penstock.serve import profiling
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
+from penstock.serve.renewal import shifts
 from penstock.spec.ask import Ask
 from penstock.spec.model import Layer, Routed
 from penstock.spec.places import DISK, HOST
@@ -153,14 +154,19 @@ class RoutedModel:
         return self._along(tokens, self._session.hearing.answered_by(self._local.answer, every_pass=False))
 
     def predicted(self, _: int) -> Answer:
-        """What is predicted of routers that say what they were heard to say."""
+        """What is predicted of routers that say what they were heard to say: by the machine's figures, and with what
+        disk and RAM gave when the model was loaded."""
         said, guessed = (
             tuple(tuple(of.get(i, ())) for i in range(len(self._layers))) for of in (self._answers, self._guesses)
         )
         trace = RouterTrace(said, "heard", guessed)
         found = quick(self.plan, self.ask, self.engine.machine, trace=trace)
         rate = found.experts.hit_rate if found.experts else 1.0
-        return {"tokens_per_s": found.decode_tokens_per_s, "hit_rate": rate}
+        machine = self.engine.machine
+        for shift in shifts(self._session, machine):
+            machine = machine.faster(shift.moves, shift.times)
+        today = quick(self.plan, self.ask, machine, trace=trace).decode_tokens_per_s
+        return {"tokens_per_s": found.decode_tokens_per_s, "today_tokens_per_s": today, "hit_rate": rate}
 
     def profile(self, tokens: int) -> Answer:
         """Keeps beside the model what its routers say to other random tokens, as `penstock profile` does."""
