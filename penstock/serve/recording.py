@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
-from penstock.serve.engine import Engine
 from penstock.spec.answers import BEGINS, Recorder
 from penstock.store.files import Kind
+
+if TYPE_CHECKING:
+    from penstock.serve.engine import Engine
 
 ANSWERS = Kind("what routers said", BEGINS.encode())
 

@@ -93,8 +93,9 @@ def resolve(
         source = Source(_already_packed(path, fmt), copies.hold(path))
         copies.note_use(path)
         return source
-    read_config(path)
     gguf = is_gguf(path)
+    if fmt is not None or not gguf:  # else `own_format` reads the same
+        read_config(path)
     if not path.is_dir() and not gguf:
         raise BadRequest(f"{model} has no weights beside it: give the model's folder")
     # The name of a GGUF file says which file of several it is. A link to it may lead to another name.

@@ -12,17 +12,21 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PINNED, parts
 from penstock.store.blocks import format_of
 from penstock.store.checkpoint import Checkpoint
+from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import mixture_label
 from penstock.store.header import KINDS, TensorInfo
-from penstock.store.packed import read_config
+from penstock.store.packed import read_config, read_opened
 from penstock.store.sources import sources_in
 
 
 def own_format(src: Path) -> Format:
     """The format that `pack` gives to the weights of a checkpoint where no other one is asked for. Reads headers, and
-    no weights. Raises as `pack`."""
-    _, spec = read_config(src)
+    no weights. The header of a GGUF file is read once: one with 128 thousand tokens takes 40 ms. Raises as `pack`."""
+    spec = None if is_gguf(src) else read_config(src)[1]
     with Checkpoint.open(src) as checkpoint:
+        if spec is None:
+            assert checkpoint.gguf is not None
+            spec = read_opened(checkpoint.gguf, src)[1]
         checkpoint.require_order(may_lack_it=True)
         return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
 

@@ -22,7 +22,7 @@ from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
 from penstock.store import manifest as manifests
 from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text, storage_errors
-from penstock.store.gguf.files import open_gguf
+from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import read_gguf_config
 from penstock.store.header import quoted, read_header
@@ -115,8 +115,7 @@ def read_config(
     unknown model type.
     """
     if is_gguf(path):
-        config = read_gguf_config(open_gguf(path))
-        return config, spec_from_config(config, str(path), to_plan=to_plan)
+        return read_opened(open_gguf(path), path, to_plan=to_plan)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
         raise BadRequest(
@@ -132,6 +131,12 @@ def read_config(
     if tokenizer.is_file():
         spec = replace(spec, tokenizer_bytes=TOKENIZER_PEAK * tokenizer.stat().st_size)
     return config, spec
+
+
+def read_opened(gguf: Gguf, path: Path, *, to_plan: bool = False) -> tuple[dict[str, Any], ModelSpec]:
+    """As `read_config`, of a GGUF file whose header was read. `path`: what errors call it."""
+    config = read_gguf_config(gguf)
+    return config, spec_from_config(config, str(path), to_plan=to_plan)
 
 
 def check_files(folder: Path) -> None:
