@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from penstock.cli import docs, main, options, output
+from penstock.cli.conversions import plain_number
 from penstock.errors import BadRequest, DoesNotFit, InternalError
 from tests.cpu.commands import Call
 from tests.cpu.traps import Trap
@@ -78,6 +80,27 @@ def test_a_command_without_numbers_imports_no_pydantic():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_plain_numbers_without_bounds_are_converted_without_pydantic():
+    code = (
+        "import sys; from penstock.cli.main import main; "
+        "code = main(['run', 'no-such-model', 'Hi', '--max-tokens', '1', '--temperature', '0', '--top-p', '0.5']); "
+        "print(code, 'pydantic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "2 False", done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "-1", "0", "1.5", "-0.25", "007", "1e3", "1_000", "+1", "1.0", "9" * 16, "x", "", "∞"]
+)
+@pytest.mark.parametrize("kinds", [(int, type(None)), (float, type(None))])
+def test_a_number_that_is_converted_here_is_what_pydantic_makes_of_it(text, kinds):
+    made = plain_number(text, kinds)
+    if not isinstance(made, str):
+        expected = TypeAdapter(kinds[0]).validate_python(text)
+        assert (type(made), made) == (type(expected), expected)
 
 
 @pytest.mark.parametrize(
