@@ -1,4 +1,4 @@
-"""Runs the calls of tasks with the numpy kernels: a call's slots become arrays, which its op's function gets."""
+"""Runs the calls of tasks with the numpy kernels. Each op's function gets the call's slots as arrays (`bind_views`)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense, experts
-from penstock.kernels.reference.cache import KvPool
-from penstock.kernels.reference.matrix import Scratch
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.bind_asked import fire, whole
-from penstock.runtime.bind_moves import Moves, batch_of
+from penstock.runtime.bind_moves import batch_of
+from penstock.runtime.bind_views import Float32, Views
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
-from penstock.spec.model import Routed
 from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
 from penstock.spec.plan import Plan
 
-Float32 = NDArray[np.float32]
 # Gets a layer, its FFN's input float32 [T, D], and uint8 [T, neurons]: whether each one fired.
 OnFired = Callable[[int, Float32, NDArray[np.uint8]], None]
 _KEPT_IDS = 256  # views of routers' answers
 OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
 
 
-class Binding(Moves):
+class Binding(Views):
     """`call` does one call, `run` all calls of a task.
 
     `reader`: reads weights from disks; a plan that streams nothing needs none. `kv_file`: a plan without KV on a disk
@@ -51,7 +48,6 @@ class Binding(Moves):
         self.on_route: OnRoute | None = None  # called after each router's call
         self.on_fired: OnFired | None = None  # called after each layer's FFN. Native kernels alone can tell
         self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
-        self._spec = plan.target.spec
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
@@ -214,10 +210,6 @@ class Binding(Moves):
             fires = (active != 0).reshape(t, count, GRANULE_ROWS).any(axis=0)
         return whole(kept.reshape(count, -1), self._arenas.view(op.weights).reshape(count, -1), fires, part)
 
-    def _values(self, slot: Slot, t: int) -> Float32:
-        """What neurons' activations are, float32 [granules, T, neurons of a granule]."""
-        return self._arenas.view(slot).view(np.float32).reshape(-1, t, GRANULE_ROWS)
-
     def _predict(self, call: Call, op: ops.Predict) -> None:
         t, part = batch_of(call).total_rows, self._predictors[op.layer]
         h, active = self._rows(op.h, t), self._active(op.active, t)
@@ -259,23 +251,7 @@ class Binding(Moves):
             self._routes(op.layer, op.routes[0], t)[:2] if op.routes else None,
         )  # fmt: skip
 
-    # -- slots to arrays ------------------------------------------------------------------------------
-
-    def _rows(self, slot: Slot, t: int) -> Float32:
-        """float32 [T, d_model]."""
-        return self._arenas.array(slot, np.float32, (t, self._spec.d_model))
-
-    def _routed(self, layer: int) -> Routed:
-        routed = self._spec.layers[layer].routed
-        assert routed is not None, f"layer {layer} is dense"
-        return routed
-
-    def _routes(self, layer: int, slot: Slot, t: int) -> experts.Routes:
-        active, view = self._routed(layer).active, self._arenas.view(slot)
-        ids, weights, shared = np.split(view[: 4 * t * (2 * active + 1)], [4 * t * active, 8 * t * active])
-        return experts.Routes(
-            ids.view(np.int32).reshape(t, active), weights.view(np.float32).reshape(t, active), shared.view(np.float32)
-        )
+    # -- what routers answer --------------------------------------------------------------------------
 
     def set_routes(self, call: Call, experts: Sequence[Sequence[int]]) -> None:
         """Replaces the answer of a router's call, which is done. `experts`: of each row, in ascending order. Their
@@ -294,11 +270,6 @@ class Binding(Moves):
                 self._ids.clear()
             ids = self._ids[key] = self._routes(op.layer, op.routes, t).ids
         return ids
-
-    def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:
-        """The outputs of each row's experts, float32 [T, active experts, d_model]."""
-        shape = (t, self._routed(layer).active, self._spec.d_model)
-        return self._arenas.array(slot, np.float32, shape)
 
     def answer(self, call: Call) -> list[list[int]]:
         """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
@@ -334,8 +305,8 @@ class Binding(Moves):
         t, routed = batch.total_rows, self._routed(layer)
         h, scratch = np.empty((t, self._spec.d_model), np.float32), self._scratch(call.operands.scratch)
         key, present, _ = norm_before(self._spec, layer)
-        at = {unit.part: layout.weights[i] for i, unit in enumerate(self._plan.units) if i in layout.weights}
-        norms, router = (self._arenas.view(at[part]) for part in (key, f"{layer}.router"))
+        slots = {unit.part: layout.weights[i] for i, unit in enumerate(self._plan.units) if i in layout.weights}
+        norms, router = (self._arenas.view(slots[part]) for part in (key, f"{layer}.router"))
         x = self._rows(layout.act(self._plan.main, batch.id, "x"), t)
         dense.norm_in(x, norms, self._parts[key], "ffn_in", self._spec, present, h, scratch)
         shapes = ((np.int32, (t, routed.active)), (np.float32, (t, routed.active)), (np.float32, (t,)))
@@ -344,47 +315,6 @@ class Binding(Moves):
         likeliest = np.argsort(-routes.weights, axis=1, kind="stable")
         guessed: list[list[int]] = np.take_along_axis(routes.ids, likeliest, axis=1).tolist()
         return guessed
-
-    def _active(self, slot: Slot, t: int) -> NDArray[np.uint8]:
-        """uint8 [T, neurons in whole granules]."""
-        return self._arenas.view(slot).reshape(t, -1)
-
-    def _embedded(self, slot: Slot) -> Float32:
-        """float32 [T, d_embed]."""
-        return self._arenas.view(slot).view(np.float32).reshape(-1, self._spec.d_embed)
-
-    def _tokens(self, slot: Slot) -> NDArray[np.int32]:
-        """int32 [T]."""
-        return self._arenas.view(slot).view(np.int32)
-
-    def _scratch(self, slot: Slot) -> Scratch:
-        return Scratch(self._arenas.view(slot))
-
-    def _granules(self, slot: Slot, part: Part) -> NDArray[np.uint8]:
-        """uint8 [granules, bytes of a granule]."""
-        return self._arenas.view(slot).reshape(-1, part.granule_bytes)
-
-    def _cache(
-        self, op: ops.Qkv | ops.Attend, batch: Batch
-    ) -> tuple[Batch, Sequence[NDArray[np.int64]], tuple[KvPool, KvPool]]:
-        """(the batch, and the pages of its sequences, as the pools of keys and values have them; these pools)."""
-        fresh = self.layout.kv.fresh(batch) if op.fresh else None
-        page_tokens = self._plan.page_tokens if fresh is None else fresh.page_tokens
-        keys, values = (self._pool(slot, op.layer, batch, page_tokens) for slot in (op.keys, op.values))
-        if fresh is None:
-            return batch, self._tables(batch), (keys, values)
-        return fresh.batch, [np.array(pages, np.int64) for pages in fresh.pages], (keys, values)
-
-    def _pool(self, slot: Slot, layer: int, batch: Batch, page_tokens: int = 0) -> KvPool:
-        """The pages of a slot of `Layout.kv`, or of fresh rows. `page_tokens`: of a page, if not the plan's."""
-        a, fmt = self._spec.layers[layer].attention, self.layout.kv.home(layer, batch).format
-        page_tokens = page_tokens or self._plan.page_tokens
-        blocks = self._arenas.view(slot).reshape(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
-        return KvPool(blocks, page_tokens, a.head_dim, fmt)
-
-    def _tables(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
-        """The pages of each sequence, int64 [pages] each, numbered as in `_pool`."""
-        return [np.array(pages, np.int64) for pages in self.layout.kv.pages_of(batch)]
 
     def _turn(self, layer: int, batch: Batch) -> tuple[Float32, Float32] | None:
         """cos and sin for the batch's positions, float32 [T, dims / 2] each. Layers with the same rope share them."""

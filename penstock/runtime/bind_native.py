@@ -20,10 +20,10 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import experts_of
 from penstock.runtime.bind_moves import batch_of
-from penstock.runtime.bind_native_ops import Native, NativeOps, native
-from penstock.runtime.bind_native_ops import Target as Target
+from penstock.runtime.bind_native_ops import NativeOps, Target
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
+from penstock.runtime.native_kernels import Native, native
 from penstock.spec.plan import Plan
 
 __all__ = ["Native", "NativeBinding", "Target", "native"]

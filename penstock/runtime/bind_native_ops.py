@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from penstock.runtime.bind import Binding, experts_of
 from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
+from penstock.runtime.native_kernels import Native
 from penstock.spec.format import Format
 from penstock.spec.parts import FFNS, MIXED, head_key, norm_before
 from penstock.spec.plan import Plan
@@ -27,23 +28,6 @@ from penstock.spec.plan import Plan
 Target = _native.Compute | _native.Program
 # The matrices that an op multiplies.
 _PRODUCTS = {"qkv": ops.QKV_BLOCKS, "out": ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS, "head": ops.VOCAB_BLOCKS}
-
-
-class Native(NamedTuple):
-    """The kernels of one instruction set, on their threads.
-
-    `exact`: activations are not rounded to int8. `reason`: why this instruction set, for the user."""
-
-    compute: _native.Compute
-    exact: bool
-    reason: str
-
-
-def native(isa: str | None, threads: int, exact: bool) -> Native:
-    """The kernels of this instruction set; None: of the best one of this processor. Raises ValueError for one that
-    this processor has not."""
-    chosen, reason = cpu.chosen_isa(isa)
-    return Native(_native.Compute(chosen, threads), exact, reason)
 
 
 class NativeOps(Binding):
