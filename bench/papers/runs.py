@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.papers import powerinfer, scheinfer
+from bench.papers import powerinfer, scheinfer, scheinfer_plans
 from bench.papers.compare import machine_of
 from bench.papers.published import DATA, FIGURES, Published, cells_of
 from bench.papers.traits import TRAITS, of_system
@@ -144,7 +144,7 @@ def assignment() -> Iterator[Ran]:
     rows = [row for row in FIGURES if "V-E4" in row.table]
     traits = of_system(TRAITS, "ScheInfer", "ScheInfer")
     wanted = [(row, scheinfer.of_prompt(row, own)) for row in rows for own in ((), traits)[: 1 + (row.prompt == BUILT)]]
-    plans = [scheinfer.scheinfer(setting, prompts=prompts) for _, setting in wanted for prompts in (False, None)]
+    plans = [scheinfer_plans.scheinfer(setting, prompts=prompts) for _, setting in wanted for prompts in (False, None)]
     with ThreadPoolExecutor(len(plans)) as pool:
         ran = list(pool.map(lambda spent: _prompt_s(spent, waited_s), plans))
     simulated = [_prompt_s(spent, simulated_s) for spent in plans]
@@ -157,7 +157,7 @@ def assignment() -> Iterator[Ran]:
         )  # fmt: skip
 
 
-def _prompt_s(spent: scheinfer.Spent, seconds: Callable[[Plan, Cost, Sequence[Pass], int], float]) -> float:
+def _prompt_s(spent: scheinfer_plans.Spent, seconds: Callable[[Plan, Cost, Sequence[Pass], int], float]) -> float:
     """Of a whole prompt: of its passes' mean times their number, of the quickest of the plans that read prompts."""
     cost = Cost(replace(spent.whole.machine, sharing=()))
 
