@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from penstock.graph import scratch
+from penstock.graph.guests import guests
 from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
@@ -72,6 +73,8 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
+        # By its number, where a unit on a disk may stay while nobody has these KV pages.
+        self.guests = guests(plan, self.kv.pools_in_ram()) if plan.guests else {}
         self._caches = {(cache.layer, cache.executor): self._place_cache(cache) for cache in plan.caches}
         self._cache_slots: dict[tuple[int, Executor, int], Slot] = {}  # that `cache_slot` gave so far
         if plan.stage_bytes:

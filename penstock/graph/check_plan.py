@@ -16,6 +16,7 @@ from penstock.errors import BadRequest
 from penstock.graph.arenas import Layout
 from penstock.graph.asked import MOST_ROWS
 from penstock.graph.cache import POLICIES
+from penstock.graph.guests import may_have_guests
 from penstock.graph.records import may_be_asked
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
@@ -84,6 +85,11 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_predictors(plan, spec)
     _check_device_rows(plan, by_key, main)
     _check_rings(plan, by_key)
+    if plan.guests and not may_have_guests(plan):
+        raise _wrong(
+            "units stay in KV pages that nobody has: that needs all KV in RAM, order overlapped, weights that stream to"
+            " the CPU, and no device, caches, predictors or units that are asked for"
+        )
     layout = Layout(plan)
     _check_pages(layout)
     wanted = layout.arenas()

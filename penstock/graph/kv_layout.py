@@ -3,11 +3,12 @@ runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd, lcm
 
 from penstock.graph.batch import Batch
 from penstock.graph.fresh import FreshRows, fresh_rows, most_fresh_tokens
+from penstock.graph.guests import Pool
 from penstock.graph.ops.operand import Slot
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import HOST, Tier, is_device, is_disk
@@ -73,6 +74,13 @@ class KvLayout:
         home = self.home(layer, batch)
         pools = [(home.home, self._pools[layer, home.seqs[0]]), *self._windows_of.get(layer, ())]
         return [(tier, self._of_batch(layer, batch, both)) for tier, both in pools]
+
+    def pools_in_ram(self) -> Iterator[Pool]:
+        """K and V of all pages, for layers whose KV lives in RAM."""
+        for home in self.plan.kv:
+            for layer in range(*home.layers) if home.home == HOST else ():
+                for slot in self._pools[layer, home.seqs[0]]:
+                    yield Pool(layer, slot, self.page_bytes(layer, home))
 
     def page_slots(self, page: int) -> list[Slot]:
         """K and V of one page at their home, layer after layer. `page`: the number of a group of pages (`page_group`),

@@ -25,6 +25,8 @@ def check_tables(layout: Layout, p: Pass) -> None:
         for seq, pages, start, rows in zip(batch.seqs, batch.pages, batch.start, batch.rows, strict=True):
             if not -(-(start + rows) // page_tokens) <= len(pages) <= layout.kv.pages_per_seq:
                 raise InternalError(f"sequence {seq} has {len(pages)} pages for {start + rows} tokens")
+            if p.pages_used is not None and max(pages) >= p.pages_used:
+                raise InternalError(f"sequence {seq} has page {max(pages)}, and of the pools {p.pages_used} are used")
             if min(pages) < 0 or max(pages) >= count:
                 raise InternalError(f"sequence {seq} has pages {min(pages)}..{max(pages)}, the pools have {count}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.errors import InternalError
 from penstock.graph.tasks import Slot
@@ -25,10 +25,13 @@ class Ring:
         self._waiting: deque[Streamed] = deque()  # pieces whose loads are not emitted yet
         self._ahead: deque[tuple[Piece, Slot]] = deque()  # pieces whose loads are emitted, and their calls not yet
         self._taken: dict[Piece, Slot] = {}  # pieces whose calls are being emitted
+        self._apart: Mapping[Piece, Slot] = {}  # slots of pieces of this pass that need no room in the ring
 
-    def begin(self, now: list[Streamed], then: list[Streamed]) -> None:
+    def begin(self, now: list[Streamed], then: list[Streamed], apart: Mapping[Piece, Slot] | None = None) -> None:
         """A pass starts that streams `now`, and the pass after it streams `then`. Pieces that were loaded ahead for a
-        pass other than this one are dropped. That wastes at most one ring of reads."""
+        pass other than this one are dropped. That wastes at most one ring of reads. `apart`: pieces of this pass that
+        come in their turn, and to slots elsewhere."""
+        self._apart = apart or {}
         kept = 0
         while kept < min(len(self._ahead), len(now)) and self._ahead[kept][0] == now[kept][0]:
             kept += 1
@@ -63,16 +66,20 @@ class Ring:
         if not self._waiting or self._waiting[0][2] > last_block or not at_hand(self._waiting[0][0]):
             return None
         piece, nbytes, _ = self._waiting[0]
+        if (elsewhere := self._apart.get(piece)) is not None:
+            self._waiting.popleft()
+            self._ahead.append((piece, elsewhere))
+            return piece, elsewhere
         if nbytes > self.nbytes:
             raise InternalError(f"{piece} of {nbytes} bytes is larger than {self.arena} of {self.nbytes}")
         lo = self._cursor if self._cursor + nbytes <= self.nbytes and piece not in self._firsts else 0
         slot = Slot(self.arena, lo, lo + nbytes)
         hi = slot.hi
-        for _, held_lo, held_hi in self._taken.values():
-            if held_lo < hi and lo < held_hi:
+        for arena, held_lo, held_hi in self._taken.values():
+            if held_lo < hi and lo < held_hi and arena == self.arena:
                 return None
-        for _, (_, held_lo, held_hi) in self._ahead:
-            if held_lo < hi and lo < held_hi:
+        for _, (arena, held_lo, held_hi) in self._ahead:
+            if held_lo < hi and lo < held_hi and arena == self.arena:
                 return None
         self._waiting.popleft()
         self._ahead.append((piece, slot))
@@ -87,5 +94,6 @@ class Ring:
         _, self._taken[piece] = self._ahead.popleft()
         return self._taken[piece]
 
-    def release(self, piece: Piece) -> None:
-        del self._taken[piece]
+    def release(self, piece: Piece) -> Slot:
+        """The calls of a piece are emitted. Returns where it lies."""
+        return self._taken.pop(piece)

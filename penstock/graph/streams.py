@@ -38,6 +38,8 @@ class Streams:
         # The same units as whole pieces, for passes in which caches cut none of them.
         self._whole: dict[tuple[Stream, str], list[Streamed]] = {}
         self._last_block: float = 0  # the last block that loads may be for
+        self._guests = layout.guests
+        self._staying: set[int] = set()  # guests whose weights are where they stay
 
     @property
     def slots(self) -> list[Slot]:
@@ -49,8 +51,8 @@ class Streams:
 
     @property
     def held(self) -> tuple[object, ...]:
-        """The state of all rings between two passes."""
-        return tuple(ring.held for ring in (*self._rings.values(), self._stage))
+        """The state of all rings between two passes, and the guests that stay."""
+        return (*(ring.held for ring in (*self._rings.values(), self._stage)), frozenset(self._staying))
 
     def idle(self, p: Pass) -> bool:
         """Whether neither this pass nor the next one streams anything."""
@@ -60,9 +62,14 @@ class Streams:
     def begin(self, p: Pass) -> None:
         """A pass begins. Units that were loaded ahead for it stay in the rings."""
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)
+        free = {u for u, guest in self._guests.items() if p.pages_used is not None and p.pages_used <= guest.first_page}
+        self._staying &= free
         for tier, ring in self._rings.items():
-            then = self._stream(p.then, tier) if p.then else []
-            ring.begin(self._stream(p.stream, tier), [(piece, nbytes, blocks + block) for piece, nbytes, block in then])
+            now = [each for each in self._stream(p.stream, tier) if each[0][0] not in self._staying]
+            come = {piece: self._guests[piece[0]].slot for piece, _, _ in now if piece[0] in free}
+            there = self._staying.union(u for u, _, _ in come)
+            then = [each for each in self._stream(p.then, tier) if each[0][0] not in there] if p.then else []
+            ring.begin(now, [(piece, nbytes, blocks + block) for piece, nbytes, block in then], come)
         if self._device:
             waiting = self._rings[self._device].waiting
             self._stage.begin([load for load in waiting if self._plan.units[load[0][0]].home != HOST], [])
@@ -97,18 +104,23 @@ class Streams:
             yield start, unit.hi, None
 
     def take(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> Slot:
-        """The slot that holds a unit (or a run of its granules) when its calls run: at home, or in the ring."""
+        """The slot that holds a unit (or a run of its granules) when its calls run: at home, in the ring, or in KV
+        pages that nobody has."""
         unit = self._plan.units[u]
         if not self._layout.streams(unit, stream):
             return self._layout.weights[u]
+        if u in self._staying:
+            return self._guests[u].slot
         return self._rings[unit.executor(stream.purpose)].take((u, *(run or (unit.lo, unit.hi))))
 
     def release(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> None:
         """The unit's last call is emitted, so its bytes in the ring are free for loads that wait."""
         unit = self._plan.units[u]
-        if self._layout.streams(unit, stream):
+        if self._layout.streams(unit, stream) and u not in self._staying:
             self._emit.close(kernels_of(unit.executor(stream.purpose)))
-            self._rings[unit.executor(stream.purpose)].release((u, *(run or (unit.lo, unit.hi))))
+            slot = self._rings[unit.executor(stream.purpose)].release((u, *(run or (unit.lo, unit.hi))))
+            if u in self._guests and slot == self._guests[u].slot:
+                self._staying.add(u)
             self.pump()
 
     def pump(self) -> None:

@@ -36,7 +36,8 @@ class Stream(NamedTuple):
 
 class Pass(NamedTuple):
     """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as in
-    `Stream`.
+    `Stream`. `pages_used`: the pages of the pools from this number on hold nothing that anybody wants, so units may
+    stay there (`Plan.guests`); None where that is not known.
 
     purpose         prefill: rows of prompts, by the units' executors for prefill
                     decode: a row of each answer, by the executors for decode; where layers have predictors, of the
@@ -51,6 +52,7 @@ class Pass(NamedTuple):
     batches: tuple[Batch, ...]
     then: Stream | None
     few: bool = False
+    pages_used: int | None = None
 
     @property
     def stream(self) -> Stream:
@@ -98,15 +100,16 @@ class Task(NamedTuple):
 
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
     """Bytes of weights at home on a disk that a task uses: units that its calls take out of rings, experts that it
-    loads into a cache, and records of neurons that fire. A unit in a ring is counted where it is used and not where it
-    is loaded, since the load may belong to the pass before. `units`: the plan's."""
+    loads into a cache, guests that it loads into KV pages, and records of neurons that fire. A unit in a ring is
+    counted where it is used and not where it is loaded, since the load may belong to the pass before. `units`: the
+    plan's."""
     streamed: set[Slot] = set()
     picked_bytes = 0
     for call in task.calls:
         operands = call.operands
         if isinstance(operands, Pick):
             picked_bytes += call.bytes
-        elif isinstance(operands, Load) and operands.target.arena.endswith(".cache"):
+        elif isinstance(operands, Load) and operands.target.arena.endswith((".cache", ".kv")):
             streamed.add(operands.target)  # of the pass that asks for it
         elif isinstance(operands, WithUnit) and is_disk(units[call.unit].home):
             weight_slots = operands.weights if isinstance(operands, Experts) else (operands.weights,)

@@ -9,6 +9,7 @@ Raises InternalError at the first task that
 - reads records that its unit has not, or not as rising runs of whole pages,
 - loads an expert and does not come after the answer that asks for it,
 - takes (or lifts) an expert from a slot of a cache that holds another expert,
+- takes a unit from KV pages that were not filled with it,
 - or takes a neuron's record from a slot that holds another one.
 """
 
@@ -42,6 +43,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
     last_on_lane: dict[Lane, int] = {}
     touched: dict[str, list[tuple[int, int, bool, int]]] = {}  # arena → lo, hi, whether it was written, task
     held: dict[Slot, tuple[str, int]] = {}  # slot of a cache → part and number of the expert that was loaded there
+    guests: dict[Slot, int] = {}  # slot in a KV pool → the unit that was loaded there
     records: dict[int, dict[int, int]] = {}  # unit → slot for a record → neuron whose record was put there
     count = 0
     for task in tasks:
@@ -64,6 +66,7 @@ def verify(tasks: Iterable[Task], arenas: Iterable[Arena], units: Sequence[Unit]
         _check_tiers(task)
         _check_moves(task)
         _check_experts(task, units, held)
+        _check_guests(task, guests)
         _check_picks(task, units)
         _check_recalls(task, records)
         _check_slots(task, sizes, touched, position, ordered)
@@ -108,6 +111,23 @@ def _check_experts(task: Task, units: Sequence[Unit], held: dict[Slot, tuple[str
 def _check_held(task: Task, slot: Slot, wanted: tuple[str, int], held: dict[Slot, tuple[str, int]]) -> None:
     if slot.arena.endswith(".cache") and held.get(slot) != wanted:
         raise InternalError(f"task {task.id} takes expert {wanted} from {slot}, which holds {held.get(slot)}")
+
+
+def _check_guests(task: Task, guests: dict[Slot, int]) -> None:
+    """What is taken from KV pages was loaded there, and nothing else since. (Which pages are free the tasks do not
+    say: `pages.check_tables` does.)"""
+    for call in task.calls:
+        operands = call.operands
+        if isinstance(operands, ops.Load) and operands.target.arena.endswith(".kv"):
+            slot = operands.target
+            for other in [old for old in guests if old.arena == slot.arena and old.lo < slot.hi and slot.lo < old.hi]:
+                del guests[other]
+            guests[slot] = call.unit
+        elif isinstance(operands, ops.Ffn) and operands.weights.arena.endswith(".kv"):
+            if guests.get(operands.weights) != call.unit:
+                raise InternalError(
+                    f"task {task.id} takes unit {call.unit} from {operands.weights}, which has not got it"
+                )
 
 
 def _check_picks(task: Task, units: Sequence[Unit]) -> None:

@@ -105,6 +105,9 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
         replay.warm(lowering, p, _CACHE_PASSES)
     if prompt_rows:
         p = _with_prompt(plan, p, speaking, position, prompt_rows, mixed if speaking else "prefill")
+    if plan.guests:
+        ends = [start + rows for batch in p.batches for start, rows in zip(batch.start, batch.rows, strict=True)]
+        p = p._replace(pages_used=sum(-(-end // plan.page_tokens) for end in ends))
     seconds = []
     for _ in range(_WARM_PASSES + _COUNTED_PASSES):
         start_s = simulator.now_s

@@ -39,6 +39,12 @@ def without_device(plan: Plan, ask: Ask) -> tuple[str, ...]:
             " evenly over the layers; the rest streams from disk",
             f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
         ]
+        if plan.guests:
+            nbytes = sum(guest.slot.nbytes for guest in Layout(plan).guests.values())
+            told.append(
+                f"up to {format_bytes(nbytes)} of what streams stays in KV pages as long as no sequence has them;"
+                " what is predicted is of full pages"
+            )
     return *told, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
 
 

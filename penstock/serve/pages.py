@@ -11,6 +11,10 @@ Whole pages may also be stored elsewhere. Stored pages that a prompt begins with
 before anybody reads them. `unsaved` names a whole page that is not stored yet. With `swaps`, a kept page is stored
 before it is given away. `moves` lists what is to be done with pages before the next pass, in order.
 
+Free pages are taken from the first one on. Where weights may stay in pages that nobody has (`graph.guests`), kept pages
+are worth their room for `most_kept` passes. Then they go before a page is taken that lies beyond all others, and at the
+end of the used ones.
+
 It is pure: the caller says which tokens a page holds. A page here may be several pages of a plan, which lie together
 (`Layout.kv.page_group`).
 """
@@ -21,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +34,11 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 IdsOf = Callable[[int, int], Ids]  # (first position, count) → the ids of these positions of a sequence, int32 [count]
 _DIGEST_BYTES = 16
+
+# So many passes a kept page is worth the weights that could stay in its place. Weights of 8 MB, as 64 tokens of an 8B
+# model have, are read in 4 ms at 2 GB/s, and the tokens are computed in 1 s. Whoever keeps a page for so long spends at
+# most twice what knowing the future would.
+KEPT_PASSES = 256
 
 
 class Save(NamedTuple):
@@ -113,17 +123,19 @@ class _Index:
 
 class Pages:
     """`count` pages of `tokens` positions each. `stored(digest)`: whether a whole page lies elsewhere too. `swaps`:
-    kept pages are stored before they are given away. `copies`: pages can be copied."""
+    kept pages are stored before they are given away. `copies`: pages can be copied. `most_kept`: passes for which kept
+    pages are worth their room, None for any number."""
 
     def __init__(
         self, count: int, tokens: int, stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False,
-        copies: bool = False,
+        copies: bool = False, most_kept: int | None = None,
     ) -> None:  # fmt: skip
         self.count, self.tokens, self.stored, self._swaps, self._copies = count, tokens, stored, swaps, copies
+        self._most_kept, self._passes = most_kept, 0
         self.moves: list[Move] = []
         self._users = [0] * count
-        self._free = list(reversed(range(count)))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._free = list(range(count))  # a heap
+        self._kept: OrderedDict[int, int] = OrderedDict()  # the longest unused first → the pass since which it is kept
         self._index = _Index()
 
     @property
@@ -140,6 +152,21 @@ class Pages:
     def had(self) -> int:
         """Pages that requests have: 0 where there are none, or pages have leaked."""
         return self.count - len(self._free) - len(self._kept)
+
+    @property
+    def top(self) -> int:
+        """Pages from this one on hold nothing."""
+        free, top = set(self._free), self.count
+        while top and top - 1 in free:
+            top -= 1
+        return top
+
+    def tick(self) -> None:
+        """A pass begins. Pages at the end of the used ones that are kept for longer than they are worth become free."""
+        self._passes += 1
+        while self._most_kept is not None and self._is_stale(page := self.top - 1):
+            self._give_away(page)
+            heappush(self._free, page)
 
     def digests(self, owner: str, ids: Ids) -> list[bytes]:
         """The digests of a prompt int32 [n] before each of its pages, and after its last whole one."""
@@ -205,7 +232,7 @@ class Pages:
             self.moves.append(Copied(pages[len(shared)], source))
             self._users[source] -= 1
             if not self._users[source]:
-                self._kept[source] = None
+                self._kept[source] = self._passes
         return Table(pages, list(digests[: len(shared) + 1]), start + partly.tokens)
 
     def extend(self, table: Table) -> bool:
@@ -241,9 +268,9 @@ class Pages:
             if i == last and inside:
                 self._index.add(page, _Content(table.digests[i], ids(i * self.tokens, inside), None))
             if page in self._index.content:
-                self._kept[page] = None
+                self._kept[page] = self._passes
             else:
-                self._free.append(page)
+                heappush(self._free, page)
         table.pages.clear()
 
     def drop(self, table: Table) -> None:
@@ -252,14 +279,15 @@ class Pages:
             self._users[page] -= 1
             if not self._users[page]:
                 self._index.remove(page)
-                self._free.append(page)
+                heappush(self._free, page)
         table.pages.clear()
 
     def forget(self) -> None:
         """What pages hold is not known any more."""
         self._index = _Index()
         self.moves.clear()
-        self._free += reversed(self._kept)
+        self._free += self._kept
+        heapify(self._free)
         self._kept.clear()
 
     def _part(self, before: bytes, ids: Ids, here: Sequence[int], wanted: int) -> _Part | None:
@@ -285,17 +313,28 @@ class Pages:
 
     def _take(self) -> int:
         """A page that nobody has, for one sequence."""
-        if self._free:
-            page = self._free.pop()
+        stale = self._most_kept is not None and self._is_stale(next(iter(self._kept), None))
+        if self._free and not (stale and self._free[0] >= self.top):
+            page = heappop(self._free)
         else:
-            page, _ = self._kept.popitem(last=False)
-            digest = self._index.content[page].digest
-            if self._swaps and digest is not None and not self.stored(digest):
-                self.moves.append(Save(page, digest))
-            self._index.remove(page)
+            page = next(iter(self._kept))
+            self._give_away(page)
         assert not self._users[page], f"page {page} is had"
         self._users[page] = 1
         return page
+
+    def _is_stale(self, page: int | None) -> bool:
+        """Whether a page is kept for longer than it is worth."""
+        since = self._kept.get(page) if page is not None else None
+        return since is not None and self._most_kept is not None and self._passes - since > self._most_kept
+
+    def _give_away(self, page: int) -> None:
+        """What a kept page holds will be written over."""
+        del self._kept[page]
+        digest = self._index.content[page].digest
+        if self._swaps and digest is not None and not self.stored(digest):
+            self.moves.append(Save(page, digest))
+        self._index.remove(page)
 
 
 def _after(before: bytes, ids: Ids) -> bytes:

@@ -33,7 +33,7 @@ from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
-from penstock.serve.pages import Ids, Move, Pages, Table
+from penstock.serve.pages import KEPT_PASSES, Ids, Move, Pages, Table
 from penstock.serve.pooling import Pool
 from penstock.spec.plan import Plan
 
@@ -140,7 +140,8 @@ class Scheduler:
         layout = Layout(plan)
         self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
         tokens, copies = plan.page_tokens * self._group, layout.kv.copies
-        self.pages = Pages(layout.kv.pages // self._group, tokens, stored, swaps, copies)
+        most_kept = KEPT_PASSES if plan.guests else None
+        self.pages = Pages(layout.kv.pages // self._group, tokens, stored, swaps, copies, most_kept)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
         self._requests: dict[int, _Request] = {}
         self._arrived = 0
@@ -238,6 +239,7 @@ class Scheduler:
         """The next pass; None where nobody wants one. Between two calls the pass must be run, and every request that
         ended in it be told to `end`."""
         self._settle()
+        self.pages.tick()
         order = self._in_order(now_s)
         rows = self._speaking(order)
         reading = self._reading(rows, order)
@@ -256,7 +258,8 @@ class Scheduler:
         most = max(batch.total_rows for batch in batches)
         purpose = "decode" if not reading else self._mixed if rows else passes.purpose_of(self._plan, most)
         few = bool(reading) and most <= self._plan.asking_rows
-        taken = Pass(purpose, batches, self._then(), few)
+        used = self.pages.top * self._group if self._plan.guests else None
+        taken = Pass(purpose, batches, self._then(), few, used)
         moves = tuple(self.pages.moves)
         self.pages.moves.clear()
         return Step(taken, tuple(tuple(members) for members in by_batch if members), moves)

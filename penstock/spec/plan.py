@@ -174,6 +174,7 @@ class Plan:
     hole_bytes      between two records that are asked for, a hole of at most so many bytes is read through
     levels          with `sparsity` threshold, by layer: activations below the level count as zeros
     device_rows     a table for each layer in which a device and the CPU share the rows of prompts
+    guests          units of FFNs at home on a disk stay in KV pages that nobody has (`graph.guests`)
     value_share     below 1, attention reads the values of a query's best positions alone (FlexGen §4, sparse
                     attention): of n positions, of the ceil(value_share · n) with the largest scores
     """
@@ -205,6 +206,7 @@ class Plan:
     levels: tuple[float, ...] = ()
     device_rows: tuple[DeviceRows, ...] = ()
     value_share: float = 1.0
+    guests: bool = False
 
     @property
     def least_device_rows(self) -> int:

@@ -42,6 +42,7 @@ def plans(folder: Path) -> dict[str, Plan]:
         "two batches": streaming(packed, **halves),  # type: ignore[arg-type]
         "few pages": with_arenas(replace(resident_plan(packed.spec, packed.weights, **sizes), kv_pages=3)),
         "KV on disk": streaming(packed, **halves, kv_spilled=frozenset({1})),  # type: ignore[arg-type]
+        "guests": replace(streaming(packed, **sizes), guests=True),  # type: ignore[arg-type]
     }
 
 
@@ -80,7 +81,7 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     return [rng.integers(0, vocab, rng.integers(1, 60)).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk"])
+@pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk", "guests"])
 def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
     plan = plans(folder)[name]
     some = prompts(11, plan.target.spec.vocab)

@@ -19,6 +19,7 @@ from penstock.planner.shares import Resident
 from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
+from penstock.planner.solve.ours.guests import with_guests
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.ask import Ask
@@ -162,7 +163,9 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
             return
     for ring in rings:
         sized = replace(size, host_ring_bytes=ring)
-        plans = {"RAM and disk": partly_in_ram(sized, {})}
+        usual = partly_in_ram(sized, {})
+        housing = with_guests(usual) if usual is not None else None
+        plans = {"RAM and disk": housing if housing is not None and problem.fits(housing) else usual}
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
             plans[f"experts in caches{ahead}"] = caching(sized, {}, guesses=guesses)

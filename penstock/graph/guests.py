@@ -1,0 +1,80 @@
+"""Units of a disk that stay in KV pages which nobody has: guests of the KV pools.
+
+Pools have room for whole contexts, and sequences grow page by page. So much of the pools holds nothing for most of the
+time, while weights stream from a disk. A plan with `Plan.guests` gives some units of FFNs a slot at the end of a
+layer's K or V pool. A pass says up to which page its pools are used (`Pass.pages_used`). A unit whose slot lies beyond
+that is loaded there once, in place of the ring, and the passes that follow do not load it. When sequences need its
+pages, it streams through the ring again: nothing has to be written back.
+
+Guests lie one beside the other from the end of a pool on, the smaller units first. So the room that they need grows
+page by page too, and requests are to be given the first pages first (`serve.pages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from penstock.graph.ops.operand import Slot
+from penstock.spec.parts import PAGE_BYTES
+from penstock.spec.places import HOST, is_disk
+from penstock.spec.plan import Plan, Unit
+
+
+class Pool(NamedTuple):
+    """A layer's K or V in RAM, all pages of it."""
+
+    layer: int
+    slot: Slot
+    page_bytes: int
+
+
+class Guest(NamedTuple):
+    """Room for a unit at the end of a pool. `first_page`: of the pages that it reaches into."""
+
+    slot: Slot
+    first_page: int
+
+
+def may_have_guests(plan: Plan) -> bool:
+    """Whether all KV lies in RAM and is attended to there, the CPU computes all, and no answer decides what streams."""
+    return (
+        plan.order == "overlapped"
+        and HOST in plan.ring_bytes
+        and not plan.asks
+        and not plan.predictors
+        and all(home.home == home.attend == HOST for home in plan.kv)
+        and all(unit.decode == unit.prefill == HOST for unit in plan.units)
+    )
+
+
+def is_guest(plan: Plan, unit: Unit) -> bool:
+    """Whether a unit may be a guest: of a dense FFN on a disk."""
+    return is_disk(unit.home) and plan.parts[unit.part].kind == "ffn" and not unit.asked
+
+
+def guests(plan: Plan, pools: Iterable[Pool]) -> dict[int, Guest]:
+    """The number of a unit → its room, for as many units of each layer as its pools have room for. The first page of a
+    pool is no guest's, or nobody could ask anything."""
+    by_layer: dict[int, list[int]] = {}
+    for u, unit in enumerate(plan.units):
+        if is_guest(plan, unit):
+            by_layer.setdefault(plan.parts[unit.part].layer, []).append(u)
+    for units in by_layer.values():  # the smallest is the last of the list, which is asked first
+        units.sort(key=lambda u: plan.unit_bytes(plan.units[u]), reverse=True)
+    rooms: dict[int, Guest] = {}
+    for pool in pools:
+        rooms |= dict(_fill(plan, pool, by_layer.get(pool.layer, [])))
+    return rooms
+
+
+def _fill(plan: Plan, pool: Pool, units: list[int]) -> Iterator[tuple[int, Guest]]:
+    """Takes units from the end of a list, as long as a pool has room for them."""
+    hi = pool.slot.hi // PAGE_BYTES * PAGE_BYTES  # direct reads begin at whole pages of memory
+    while units:
+        nbytes = plan.unit_bytes(plan.units[units[-1]])
+        lo = (hi - nbytes) // PAGE_BYTES * PAGE_BYTES
+        if lo < pool.slot.lo + pool.page_bytes:
+            return
+        yield units.pop(), Guest(Slot(pool.slot.arena, lo, lo + nbytes), (lo - pool.slot.lo) // pool.page_bytes)
+        hi = lo
