@@ -49,6 +49,8 @@ def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool]) -> li
     """A part's units on the disk anew: the last ones are of the size of a guest."""
     lo, hi, (unit, *_) = streaming[0].lo, streaming[-1].hi, streaming
     step, most = part.sum_granules, max(map(plan.unit_bytes, streaming))
+    if step * part.granule_bytes > most:  # the ring has no room for more
+        return streaming
     runs: list[Run] = []
     for pool in pools:
         room = pool.slot.nbytes - pool.page_bytes
