@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serve.batch.nodes import Told, _Block, _cpus_an_engine, begin, blocks
+from penstock.serve.batch.nodes import Told, _BlockOfLines, _cpus_an_engine, begin, blocks
 from penstock.serve.batch.survey import Survey, Todo
 from penstock.store.pack import pack
 from tests.cpu.commands import Call, Outcome, here, machine_cache, refused
@@ -43,7 +43,7 @@ def test_blocks_have_every_line_once_in_order() -> None:
         found: Any = list(blocks(Known(), Survey(todo), nodes))  # type: ignore[arg-type]
         assert [each["number"] for block in found for each in block] == [each.number for each in todo]
         assert len(found) >= min(nodes, 70) and all(Todo(*each["todo"]) in todo for block in found for each in block)
-        block = _Block(json.loads(json.dumps(found[0])))
+        block = _BlockOfLines(json.loads(json.dumps(found[0])))
         number = found[0][0]["number"]
         assert (block.text(number), block.id_of(number)) == (f"line {number} ä".encode(), f"id{number}")
 
