@@ -27,7 +27,7 @@ CONTEXT, PREFILL_TOKENS = 1024, 512
 LEAST_GB = "4.9"
 EXPERT_DEPTHS = (2, 4, 8)  # reads of one expert in flight: a layer may miss as many
 # Experts are read to their slots, which no cache of a processor holds. On a Sapphire Rapids 2 reads in flight to two
-# places gave 2.2 GB/s, to places all over 1 GiB 1.85 (docs/LOG.md).
+# places gave 2.2 GB/s, to places all over 1 GiB 1.87 (docs/LOG.md).
 ROOM_BYTES = 1 << 30
 
 

@@ -47,7 +47,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class ServeWork(SharedWorkload):
+class ServeWorkload(SharedWorkload):
     """What the plan is for: several answers at once."""
 
     batch: int = flag("--batch", "N", "Answers at once; other requests wait.", 8, min=1)
@@ -60,7 +60,7 @@ class ServeWork(SharedWorkload):
 def serve(
     model: Model,
     machine: Machine,
-    work: ServeWork,
+    work: ServeWorkload,
     host: Annotated[
         str, Option("--host", metavar="NAME", help="Where to listen. Beyond this machine a key is needed.")
     ] = "127.0.0.1",

@@ -3,8 +3,8 @@
 Loading reads the weights that stay with the very reader that streams the others later. Its speed, beside the speed that
 the machine's figures foretell for the same loads, says what the disk gives today. Where loading took less than half a
 second, weights that stream are read for the rest of it. The weights that stay are then read once more, for some 20 ms,
-which says the same of the RAM. The plan is predicted again for a machine whose lanes move
-bytes so many times as fast: no other formula turns bytes into seconds.
+which says the same of the RAM. The plan is predicted again for a machine whose lanes move bytes so many times as fast:
+no other formula turns bytes into seconds.
 """
 
 from __future__ import annotations

@@ -71,25 +71,27 @@ def test_planning_imports_neither_torch_nor_numpy():
     assert done.stdout.strip() == "False"
 
 
-def test_a_command_without_numbers_imports_no_pydantic():
-    """Typer converts with it, which takes 70 ms. Texts, flags and defaults are let through."""
+@pytest.mark.parametrize(
+    ("args", "exits", "without"),
+    [
+        # Texts, flags and defaults are let through.
+        (
+            "plan llama-3.2-1b --weights int4 --machine pc-32gb-nvme --compare",
+            0,
+            "pydantic penstock.cli.run torch numpy",
+        ),
+        # Plain numbers without bounds are converted here.
+        ("run no-such-model Hi --max-tokens 1 --temperature 0 --top-p 0.5", 2, "pydantic"),
+    ],
+)
+def test_a_command_imports_no_pydantic(args, exits, without):
+    """Typer converts with it, which takes 70 ms."""
     code = (
         "import sys; from penstock.cli.main import main; "
-        "code = main(['plan', 'llama-3.2-1b', '--weights', 'int4', '--machine', 'pc-32gb-nvme', '--compare']); "
-        "print(code, [m for m in ('pydantic', 'penstock.cli.run', 'torch', 'numpy') if m in sys.modules])"
+        f"code = main({args.split()}); print(code, [m for m in {without.split()} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "0 []"
-
-
-def test_plain_numbers_without_bounds_are_converted_without_pydantic():
-    code = (
-        "import sys; from penstock.cli.main import main; "
-        "code = main(['run', 'no-such-model', 'Hi', '--max-tokens', '1', '--temperature', '0', '--top-p', '0.5']); "
-        "print(code, 'pydantic' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "2 False", done.stderr
+    assert done.stdout.splitlines()[-1] == f"{exits} []", done.stderr
 
 
 @pytest.mark.parametrize(

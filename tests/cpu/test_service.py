@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, StorageFailed
-from penstock.graph.arenas import with_arenas
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
@@ -84,6 +84,7 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk", "guests"])
 def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
     plan = plans(folder)[name]
+    assert bool(Layout(plan).guests) == (name == "guests")  # six units, which come and go as pages are used
     some = prompts(11, plan.target.spec.vocab)
     params = [
         SamplingParams(max_tokens=3 + 4 * i, ignore_eos=True, seed=i, temperature=0.8 * (i % 3 == 2))
