@@ -9,7 +9,8 @@ from penstock.planner.predict import Prediction
 from penstock.spec.ask import Ask
 from penstock.spec.plan import Plan
 
-WHOLE = "device memory"  # the strategy that has all weights there. Where it is possible no other one is asked for
+# The strategy that has all weights in device memory, and all KV. Where it is possible no other one is asked for.
+WHOLE = "device memory"
 
 
 class Candidate(NamedTuple):

@@ -43,6 +43,18 @@ def test_what_fits_is_all_there() -> None:
     assert solved.plan.tier_bytes()["gpu0"] == solved.prediction.peak_device_bytes <= 8 * GIB
 
 
+def test_a_model_that_is_all_there_without_its_kv_does_not_end_the_search() -> None:
+    """Attention of the device to KV in RAM, and a few weights in RAM beside KV on the device, are compared with it."""
+    small = solve(Ask(context=16384), LLAMA_1B, INT4, with_memory(8 * GIB))
+    assert small.strategy == device.WHOLE
+    least = small.plan.tier_bytes()["gpu0"]
+    solved = solve(Ask(context=16384), LLAMA_1B, INT4, with_memory(least - 200 * MIB))
+    names = [each.candidate.strategy for each in solved.compared]
+    assert device.WHOLE not in names
+    assert any(name.startswith(f"{device.WHOLE}, KV in RAM") for name in names)
+    assert any(name.startswith((f"{device.WHOLE}, link", "PIPO")) for name in names)
+
+
 def test_the_embedding_of_an_untied_model_stays_in_ram() -> None:
     """It is looked up there; on the disk only where RAM has no room."""
     spec = replace(LLAMA_1B, tied=False)

@@ -67,8 +67,8 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
 
 def candidates(problem: Problem, every: bool = False, may_plan: bool = False) -> Iterator[Candidate]:
     """The candidates of every solver that applies, those with a device first. If a device has room for a whole dense
-    model, there are no others, unless `every` one is wanted. `may_plan`: also ask solvers whose plans the runtime
-    cannot run.
+    model and its KV, there are no others, unless `every` one is wanted. `may_plan`: also ask solvers whose plans the
+    runtime cannot run.
 
     Raises DoesNotFit if nothing fits.
 

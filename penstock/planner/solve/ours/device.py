@@ -33,8 +33,9 @@ _MOST_SPLITS, _MOST_READING, _HOPELESS = 4, 7, 2.0
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Plans that fit into both memories; none if the smallest does not fit. As soon as a plan has all weights on the
-    device, it is the last: other splits would give the same plan."""
+    """Plans that fit into both memories; none if the smallest does not fit. A plan with all weights and all KV on the
+    device is the last one: other splits would give the same plan. A plan with all weights there and KV elsewhere is not
+    the last one: another, which lifts a few weights and has KV there, may be faster."""
     sizes = [device_skeleton(problem, rows, problem.layers, lifted=1.0) for rows in usual_chunks(problem.ask)]
     for size in [*sizes, smallest(problem)]:
         any_fits = False
@@ -45,8 +46,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             any_fits = True
             told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
             told += sentences(plan, problem.cost, problem.half_way)
-            yield Candidate(_name(plan, who, skeleton), plan, told)
-            if all_there(plan):
+            name = _name(plan, who, skeleton)
+            yield Candidate(name, plan, told)
+            if name == WHOLE:
                 return
         if any_fits:
             return
@@ -156,6 +158,6 @@ def _estimate(skeleton: Skeleton) -> Estimate | None:
 def _name(plan: Plan, who: str, skeleton: Skeleton) -> str:
     """The name of the candidate in `penstock plan --compare`."""
     if all_there(plan):
-        return WHOLE
+        return f"{WHOLE}{skeleton.kv_words}"
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers on the CPU"
     return f"{WHOLE}, {who}{cpu}{skeleton.kv_words}" + ("" if skeleton.prompts else ", prompts too")

@@ -130,7 +130,7 @@ def _name(plan: Plan, skeleton: Skeleton, where: str, who: str) -> str:
     """The name of the candidate in `penstock plan --compare`. `where`: words about where the CPU's experts are. `who`:
     words about who computes shared experts and dense FFNs outside device memory."""
     if all_there(plan):
-        return WHOLE
+        return f"{WHOLE}{skeleton.kv_words}"
     layers = ", those of some layers on the device" if layers_there(plan) else ""
     cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
     return f"{NAME}{where}{layers}{who}{cpu}{skeleton.kv_words}"
