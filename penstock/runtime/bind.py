@@ -289,7 +289,7 @@ class Binding(Views):
         ids = self._chosen(op, batch_of(call).total_rows)
         if op.guesses:
             routes = self._routes(op.layer, op.routes, batch_of(call).total_rows)
-            likeliest = np.argsort(-routes.weights, axis=1, kind="stable")[:, : op.guesses]
+            likeliest = np.argsort(-routes.factors, axis=1, kind="stable")[:, : op.guesses]
             ids = np.take_along_axis(ids, likeliest, axis=1)
         experts_by_row: list[list[int]] = ids.tolist()
         return experts_by_row
@@ -312,7 +312,7 @@ class Binding(Views):
         shapes = ((np.int32, (t, routed.active)), (np.float32, (t, routed.active)), (np.float32, (t,)))
         routes = experts.Routes(*(np.empty(shape, dtype) for dtype, shape in shapes))  # type: ignore[arg-type]
         experts.route(router, self._parts[f"{layer}.router"], routed, h, routes, scratch)
-        likeliest = np.argsort(-routes.weights, axis=1, kind="stable")
+        likeliest = np.argsort(-routes.factors, axis=1, kind="stable")
         guessed: list[list[int]] = np.take_along_axis(routes.ids, likeliest, axis=1).tolist()
         return guessed
 

@@ -48,9 +48,9 @@ class Views(Moves):
 
     def _routes(self, layer: int, slot: Slot, t: int) -> experts.Routes:
         active, view = self._routed(layer).active, self._arenas.view(slot)
-        ids, weights, shared = np.split(view[: 4 * t * (2 * active + 1)], [4 * t * active, 8 * t * active])
+        ids, factors, shared = np.split(view[: 4 * t * (2 * active + 1)], [4 * t * active, 8 * t * active])
         return experts.Routes(
-            ids.view(np.int32).reshape(t, active), weights.view(np.float32).reshape(t, active), shared.view(np.float32)
+            ids.view(np.int32).reshape(t, active), factors.view(np.float32).reshape(t, active), shared.view(np.float32)
         )
 
     def _outputs(self, layer: int, slot: Slot, t: int) -> Float32:

@@ -23,9 +23,9 @@ HOST = Executor(Tier("host"))  # the CPU, and the tier that it computes on: RAM
 CPU = Lane("host")  # the CPU's kernels
 
 
-class Device(NamedTuple):
-    """An accelerator. `executor`: also the tier of its memory. `kernels`: the lane of its kernels. `to_device`,
-    `to_host`: the lanes of the two directions of its link to RAM."""
+class DevicePlaces(NamedTuple):
+    """The names of a device's places. `executor`: also the tier of its memory. `kernels`: the lane of its kernels.
+    `to_device`, `to_host`: the lanes of the two directions of its link to RAM."""
 
     executor: Executor
     kernels: Lane
@@ -33,8 +33,8 @@ class Device(NamedTuple):
     to_host: Lane
 
 
-class Disk(NamedTuple):
-    """A disk, with a lane of its reads and one of its writes."""
+class DiskPlaces(NamedTuple):
+    """The names of a disk's places: its tier, the lane of its reads and the lane of its writes."""
 
     tier: Tier
     reads: Lane
@@ -42,16 +42,16 @@ class Disk(NamedTuple):
 
 
 @lru_cache
-def device(index: int) -> Device:
-    """The `index`-th device, from 0."""
+def device(index: int) -> DevicePlaces:
+    """The places of the `index`-th device, from 0."""
     name = f"gpu{index}"
-    return Device(Executor(Tier(name)), Lane(name), Lane(f"h2d{index}"), Lane(f"d2h{index}"))
+    return DevicePlaces(Executor(Tier(name)), Lane(name), Lane(f"h2d{index}"), Lane(f"d2h{index}"))
 
 
 @lru_cache
-def disk(index: int) -> Disk:
-    """The `index`-th disk, from 0. Disk 0 is the one that the model and KV lie on where there is only one."""
-    return Disk(Tier(f"disk{index}"), Lane(f"disk{index}"), Lane(f"disk_write{index}"))
+def disk(index: int) -> DiskPlaces:
+    """The places of the `index`-th disk, from 0. Where there is only one disk, the model and KV lie on disk 0."""
+    return DiskPlaces(Tier(f"disk{index}"), Lane(f"disk{index}"), Lane(f"disk_write{index}"))
 
 
 def is_device(place: str) -> bool:
@@ -71,13 +71,13 @@ def is_link(lane: str) -> bool:
     return lane.startswith(("h2d", "d2h"))
 
 
-def device_of(executor: Tier) -> Device:
-    """The device that an executor, or a tier of device memory, belongs to."""
+def device_of(executor: Tier) -> DevicePlaces:
+    """The places of the device that an executor, or a tier of device memory, belongs to."""
     return device(int(executor.removeprefix("gpu")))
 
 
-def disk_of(tier: Tier) -> Disk:
-    """The disk that a tier is."""
+def disk_of(tier: Tier) -> DiskPlaces:
+    """The places of the disk that a tier is."""
     return disk(int(tier.removeprefix("disk")))
 
 

@@ -24,13 +24,13 @@ class Routes(NamedTuple):
     factor of the shared expert's output."""
 
     ids: NDArray[np.int32]  # [T, A]
-    weights: Float32  # [T, A]
+    factors: Float32  # [T, A]
     shared: Float32  # [T]
 
 
 def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes, scratch: Scratch) -> None:
     """Fills `routes` for h float32 [T, D]. `weights` uint8 [granule_bytes] is the router's granule. A row with a score
-    that is no finite number goes to the first experts, with weights NaN. So damage shows in the logits, as it does
+    that is no finite number goes to the first experts, with factors NaN. So damage shows in the logits, as it does
     elsewhere."""
     t, start = h.shape[0], scratch.mark()
     scores = scratch.take((t, routed.experts))
@@ -54,7 +54,7 @@ def route(weights: Bytes, part: Part, routed: Routed, h: Float32, routes: Routes
             gate = scratch.take((t, 1))
             multiply(h, weights, part.block("shared_gate"), gate, scratch)
             routes.shared[...] = 1 / (1 + np.exp(-gate[:, 0]))
-    routes.weights[damaged] = np.nan
+    routes.factors[damaged] = np.nan
     scratch.rewind(start)
 
 
@@ -69,7 +69,7 @@ def _choose(scores: Float32, bias: Float32 | None, routed: Routed, routes: Route
     if router.normalised:
         chosen = chosen / (chosen.sum(axis=1, keepdims=True) + _SMALLEST_SUM)
     routes.ids[...] = ids
-    routes.weights[...] = chosen * np.float32(router.scale)
+    routes.factors[...] = chosen * np.float32(router.scale)
 
 
 def _kept_groups(ranked: Float32, router: Router) -> Float32:
@@ -102,7 +102,7 @@ def experts(
         if outputs is not None:
             outputs[rows, rank] = y
             continue
-        y *= routes.weights[rows, rank][:, None]
+        y *= routes.factors[rows, rank][:, None]
         partial[rows] += y
     scratch.rewind(start)
 
@@ -112,7 +112,7 @@ def combine(routes: Routes, outputs: Float32, partial: Float32, starts_sum: bool
     if starts_sum:
         partial[...] = 0
     for rank in range(outputs.shape[1]):
-        partial += outputs[:, rank] * routes.weights[:, rank, None]
+        partial += outputs[:, rank] * routes.factors[:, rank, None]
 
 
 def gate(routes: Routes, partial: Float32) -> None:
