@@ -1,13 +1,13 @@
-"""Emits the FFNs of units whose records lie on a disk until somebody asks for them (`Unit.asked`). A part of the
-lowering. `records` says which bytes these are.
+"""Emits the FFNs of units whose records of neurons are read from a disk only when they are asked for (`Unit.asked`). A
+part of the lowering. `records` says which bytes these are.
 
-A decode pass computes the activations of such a unit from the matrix that stays in RAM. Who fires is an answer, as a
-router's is. Where a plan has predictors, what they call active is the answer, and nothing is computed before it. The
-records of these neurons are then read in runs of whole pages, while the layer's other units are computed. A hole
-between two runs is read through if that is no slower than to begin another read (`Plan.hole_bytes`).
-A unit may have slots for records that were asked for often (`Unit.recent_slots`). What lies there is not read. Behind
-the read one call brings these records to their places, and copies what was read into slots (`recent`).
-Passes that do not ask stream such a unit whole.
+A decode pass computes the activations of such a unit from the matrix that stays in RAM. Which neurons fire is an
+answer, as a router's is. If the plan has predictors, the neurons that they call active are the answer, and no
+activation is computed before it. The records of these neurons are then read in runs of whole pages, while the CPU
+computes the layer's other units. A hole between two runs is read through if that is no slower than to begin another
+read (`Plan.hole_bytes`). A unit may have slots for records that were asked for often (`Unit.recent_slots`). A record
+that has a slot is not read. After the read, one call brings the records from their slots to their places, and copies
+records that were read into slots (`recent`). Passes that do not ask stream such a unit whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class AskedUnits:
         return [u for u in units if self._plan.units[u].asked] if p.stream.asks else []
 
     def ask(self, p: Pass, layer: int, units: Sequence[int], answer: Ask) -> Iterator[Task]:
-        """Computes who fires, or hears who is active, and emits the reads of their records."""
+        """Emits the reads of the records that a pass asks for: of neurons that fire, which calls of this layer compute
+        first, or of neurons that a predictor has called active."""
         emit, foretold = self._calls.emit, self._plan.sparsity == "predict"
         fires = {} if foretold else {u: [self._fire(layer, u, batch) for batch in p.batches] for u in units}
         emit.close(kernels_of(HOST))

@@ -1,5 +1,5 @@
-"""Which rows of a batch are computed by whom, where a device and the CPU share the rows of prompts (ScheInfer's token
-assignment). A part of the lowering."""
+"""Says which executor computes which rows of a batch, if a device and the CPU share the rows of prompts (ScheInfer's
+token assignment). A part of the lowering."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.spec.plan import Plan
 
 
 class Piece(NamedTuple):
-    """Rows `lo`.. of a batch, as many as `batch` has: itself, or what stands for some of its rows. They are computed by
-    the executors of `purpose`."""
+    """Some rows of a batch, from row `lo` on. `batch` has as many rows: it is the batch itself, or stands for these
+    rows. They are computed by the executors of `purpose`."""
 
     batch: Batch
     lo: int
@@ -41,5 +41,5 @@ class AssignedRows:
 
 
 def _some(batch: Batch, rows: int) -> Batch:
-    """What stands for so many rows of a batch. No call asks it for positions or pages."""
+    """A batch that stands for so many rows of a batch. No call asks it for positions or pages."""
     return Batch(batch.id, (0,), (0,), (rows,), ())

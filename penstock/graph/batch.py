@@ -20,7 +20,7 @@ class _BatchFields(NamedTuple):
 
 class Batch(_BatchFields):
     """Rows that go through the model together: `rows[i]` tokens of sequence `seqs[i]` from position `start[i]`.
-    `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () where each row follows the row before.
+    `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () if each row follows the row before.
     `pages[i]`: the KV pages of sequence `seqs[i]` in the order of its positions, as many as start + rows need; () where
     each sequence has the consecutive pages of its number. `hidden`: of all rows the hidden state behind the final norm
     is wanted, as the head would have it.
@@ -34,9 +34,9 @@ class Batch(_BatchFields):
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """All that decides the batch's tasks, but for what is data: positions and what follows from them. Where pages
-        are given it does not matter which sequences they are of, nor which of these have how many rows, and which rows
-        want logits: their numbers are enough."""
+        """Everything that decides the batch's tasks. Positions are data, so they and what follows from them are left
+        out. If pages are given, three numbers are enough: of sequences, of rows, and of rows that want logits. Then it
+        is data too which sequences these are, and how many rows each has."""
         if self.pages and not self.parent:
             return (self.id, len(self.seqs), self.total_rows, len(self.logits), self.hidden)
         seqs = len(self.seqs) if self.pages else self.seqs
@@ -44,8 +44,8 @@ class Batch(_BatchFields):
 
     @property
     def form(self) -> tuple[object, ...]:
-        """All that decides which ops the batch's tasks have and where these find what, for who takes the numbers of
-        rows, of rows with logits and of sequences as data too."""
+        """Everything that decides which ops the batch's tasks have, and where their operands lie, for a caller that
+        takes the numbers of rows, of rows with logits and of sequences as data too."""
         if self.parent:
             return self.shape
         seqs = () if self.pages else self.seqs

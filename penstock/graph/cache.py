@@ -137,7 +137,7 @@ class ExpertCache:
 
 
 class KeyedCache(Protocol):
-    """An ExpertCache, or what decides as it does: native code does where it runs whole passes."""
+    """The interface of an ExpertCache. The native cache that decides for whole passes has it too."""
 
     @property
     def slots(self) -> int: ...

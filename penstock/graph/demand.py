@@ -1,23 +1,23 @@
 """Emits the experts that routers ask for, in layers with caches (`Plan.caches`). A part of the lowering.
 
-A decode pass asks for the router's answer, brings the experts that are missing, and meanwhile computes those that are
-in the cache. Each expert's output is kept apart, and one call adds the outputs up in the order of the experts' numbers.
-So no bit depends on what a cache held, or on which load ended first.
+A decode pass asks for the router's answer. It loads the experts that are missing, and meanwhile computes the experts in
+the cache. Each expert's output is kept apart, and one call adds the outputs up in the order of the experts' numbers. So
+no bit depends on what a cache held, or on which load ended first.
 
 A layer with guesses (`Cache.guesses`) is guessed at while the layer before is computed: its router is asked about that
-layer's input of the FFN, which is much like its own. What is missing of the likeliest experts is loaded behind that
+layer's input of the FFN, which is much like its own. The likeliest experts that are missing are loaded behind that
 layer's own loads, so that the disk works on while attention is computed. A wrong guess costs its read, and the slot of
 another expert.
 
 A cache in RAM is filled from a disk. A cache in a device's memory is filled from RAM: from where the experts are at
-home, or from a cache there. What the device's cache misses is lifted if enough rows want it. The other missing experts
-are computed by the CPU meanwhile, and their outputs cross the link. They are lifted after that, so that later passes
-find them.
+home, or from a cache there. An expert that the device's cache misses is lifted if enough rows want it. The CPU computes
+the other missing experts meanwhile, and their outputs cross the link. After that these experts are lifted too, for
+later passes.
 
-Of a layer with both caches, the one in RAM is asked for what the device's misses. What it misses too is loaded from the
-disk first, in waves if its slots are few: an expert may leave RAM once the CPU has computed it, or once its lift was
-emitted. Experts that are on the device too leave RAM first, so that the two hold different ones, unless the device has
-few slots, whose experts soon come back (_FEW_SLOTS).
+If a layer has both caches, the cache in RAM is asked for the experts that the device's cache misses. Experts that it
+misses too are loaded from the disk first, in waves if its slots are few: an expert may leave RAM once the CPU has
+computed it, or once its lift was emitted. Experts that are on the device too leave RAM first, so that the two hold
+different ones, unless the device has few slots, whose experts soon come back (_FEW_SLOTS).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FEW_SLOTS = 0.25
 
 
 class _Sizes(NamedTuple):
-    """What an expert of a layer comes to. `bytes`, `flops`: of one row."""
+    """The size of an expert of a layer. `bytes`, `flops`: of one row."""
 
     granules: int
     format: Kinds
@@ -101,7 +101,8 @@ class Demand:
         if beneath is not None:
             beneath.ask(missing)
             absent = beneath.missing(missing)
-            # What is in RAM can be lifted at once. Of the rest, what is to be lifted comes first: its way is longer.
+            # Experts in RAM can be lifted at once. Of the absent ones, those to be lifted are loaded first: their way
+            # is longer.
             self._absent = sorted(absent, key=lambda expert: expert in self._by_cpu)
             self._waiting.sort(key=lambda expert: expert in absent)
         if missing:
@@ -154,7 +155,7 @@ class Demand:
         for expert in missing:
             own.admit(expert, ())
 
-    # -- what is wanted, and where it is ------------------------------------------------------------------
+    # -- the wanted experts, and where they are -----------------------------------------------------------
 
     def _own(self, layer: int) -> KeyedCache:
         return self._caches[layer, self._cache_of[layer].executor]
@@ -284,7 +285,7 @@ class Demand:
                 yield from self._load_one(layer, self._cache_of[layer].executor, expert, slot, said)
 
     def _route_ahead(self, layer: int, batch: Batch) -> Call:
-        """Runs a layer's router on what is the input of the FFN before, normed as this layer's would be."""
+        """Runs a layer's router on the input of the FFN one layer before, normed as this layer's input would be."""
         calls, t = self._calls, batch.total_rows
         h = self._calls.rows(HOST, batch, "guessed_h")
         routes = self._layout.act(HOST, batch.id, "guessed_routes", self._experts.routed(layer).routes_bytes(t))

@@ -2,8 +2,8 @@
 
 A call joins its lane's open task unless it has to wait for another lane. So where nothing streams, a whole step is one
 task. An edge is kept only where it says something new: to wait for a task is to wait for all earlier tasks of its lane
-too, and a lane that has waited for a task once need not wait for it again. Tasks of one lane end in their order, but
-for loads of a disk: where such a load follows another one into the same bytes, and nobody read them, it waits for it.
+too, and a lane that has waited for a task once need not wait for it again. Tasks of one lane end in their order, except
+loads of a disk. So a load waits for an earlier load into the same bytes if no task read them in between.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.graph.tasks import Call, Slot, Task
 from penstock.spec.places import CPU, Lane, is_disk
 
 # Op → its operands that may make edges: (field, whether it is several slots, whether it is read, whether it is
-# written). One that is neither only comes after its writer.
+# written). An operand that is neither read nor written only comes after its writer.
 _TOUCHES = {
     op.definition: tuple((o.field, o.many, o.mode in "r+", o.mode in "w+") for o in op.operands if o.mode != "s")
     for op in ops.OPS.values()
@@ -90,8 +90,8 @@ class Emitter:
         self._closed.append(Task(task.id, task.lanes, *calls_and_sums, task.after, like))
 
     def _like(self, task: _OpenTask) -> int:
-        """The id of an earlier task with the same calls on the same slots, for batches of the same shape; -1: none. The
-        CPU's are on weights at home."""
+        """The id of an earlier task with the same calls on the same slots, for batches of the same shape; -1: none. A
+        task of the CPU has one only if all its weights are at home."""
         moving = any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots)
         if moving and task.lanes[0] == CPU:
             return -1

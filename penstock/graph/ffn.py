@@ -1,6 +1,6 @@
 """Emits the FFNs of layers without experts: the predictor, and the units. A part of the lowering.
 
-Of models whose neurons fire or not, a unit's cost is that of the neurons that are expected to be computed.
+If a model's neurons fire or not, a unit's cost is that of the neurons that are expected to be computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Units of a disk that stay in KV pages which nobody has: guests of the KV pools.
+"""Places units at home on a disk in KV pages that no sequence has. Such units are guests of the KV pools.
 
 Pools have room for whole contexts, and sequences grow page by page. So much of the pools holds nothing for most of the
 time, while weights stream from a disk. A plan with `Plan.guests` gives some units of FFNs a slot at the end of a

@@ -83,12 +83,12 @@ class Lowering:
     def step(self, p: Pass, answer: Answer | None = None, by_batches: bool = False) -> Iterator[Task]:
         """Tasks of one pass. Must be consumed to its end before the next pass is lowered.
 
-        `by_batches`: of tasks that come again nothing is looked at but `like` and the batches, and numbers of rows are
-        data for who runs them. They may then be those of a pass with other numbers of rows (`Task.batches`).
+        `by_batches`: of a task that comes again the caller looks only at `like` and the batches, and takes numbers of
+        rows as data. So the task may be that of a pass with other numbers of rows (`Task.batches`).
 
-        `answer(call)`: the experts that a router chose for each row, in rising order, or which neurons of a layer's FFN
-        fire in each row, by their places. It is called only where a plan has caches, or units that are asked for: after
-        the task of that call was handed out, and before any task that depends on the answer."""
+        `answer(call)`: the experts that a router chose for each row, in rising order, or the places of the neurons of a
+        layer's FFN that fire in each row. It is called only if the plan has caches, or units that are asked for. It is
+        called after the task of that call was handed out, and before any task that depends on the answer."""
         repeated = self._repeats.find(p, by_batches)
         if repeated is not None:
             yield from repeated
@@ -97,15 +97,16 @@ class Lowering:
             yield from self._open_passes.keep(p, tasks) if self._opens(p) else tasks
 
     def open_pass(self, p: Pass) -> OpenPass | None:
-        """What a pass is but for routers' answers; None where that is not known, or no pass of one piece. Whoever runs
-        it in place of the tasks has `caches` decide, and leaves no load under way."""
+        """The pass in one piece, complete but for routers' answers. None if no such pass was lowered before, or if this
+        one does not run in one piece. Whoever runs it in place of the tasks lets `caches` decide, and leaves no load
+        under way."""
         return self._open_passes.find(p) if self._opens(p) else None
 
     def _opens(self, p: Pass) -> bool:
         return self._open_passes.may_be(p) and self._stretches.apply(p)
 
     def warm(self, layer: int, experts: Sequence[int]) -> None:
-        """Puts experts of a layer into its caches, as if a pass had asked for them. So predictions begin with warm
+        """Puts experts of a layer into its caches, as if a pass had asked for them. Predictions begin with warm
         caches."""
         self._demand.warm(layer, experts)
 
@@ -185,7 +186,7 @@ class Lowering:
         calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
     def _until_experts(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """The layer's attention, and of its FFN the norm and the router."""
+        """Emits the layer's attention, and the norm and the router of its FFN."""
         if layer:
             self._begin_block(p, 2 * layer)
         self._inputs(p, layer, "attn")
@@ -225,7 +226,7 @@ class Lowering:
                     self._emit.close(kernels_of(executor))
 
     def _end(self, p: Pass, layer: int, kind: str) -> Iterator[Task]:
-        """The end of a block: what is left to add up, and the merge, for every batch."""
+        """Emits the end of a block for every batch: the sums of experts that are left, and the merge."""
         self._demand.combine(p)
         if kind == "attn" and self.plan.target.spec.layers[layer].parallel_norms == 2:
             for batch in p.batches:  # of x as it still is
@@ -240,8 +241,8 @@ class Lowering:
         yield from self._emit.closed()
 
     def _inputs(self, p: Pass, layer: int, kind: str) -> None:
-        """The block's norm on the main executor, and copies of its output for the other executors. An FFN beside
-        attention has its norm by then. Then the router, or the predictor."""
+        """Emits the block's norm on the main executor, and copies of its output for the other executors. Then the
+        router, or the predictor. If the FFN stands beside attention (`parallel_norms`), its norm was emitted before."""
         executors = self._executors(p, layer, kind)
         main = self.plan.main
         beside = kind == "ffn" and self.plan.target.spec.layers[layer].parallel_norms > 0
@@ -268,11 +269,11 @@ class Lowering:
         if executor == asking == HOST:  # the disk loads experts while the CPU computes the shared one
             yield from self._demand.ask(p, layer, answer)
         units = self._calls.shares(layer, kind, p.purpose, asking).get(executor)
-        if units is None:  # of rows that others leave to it, in RAM
+        if units is None:  # units in RAM, for the rows that a device leaves to the CPU
             units = self._calls.shares(layer, kind, "mixed", asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         asked = self._asked.among(p, units) if kind == "ffn" else []
-        if asked:  # the disk reads what fires while the CPU computes the layer's other units
+        if asked:  # the disk reads records while the CPU computes the layer's other units
             yield from self._asked.ask(p, layer, asked, answer)
         started: set[int] = set()  # ids of batches whose sums are begun
         begun: set[tuple[int, int]] = set()  # the same of pieces of batches
@@ -357,8 +358,9 @@ class Lowering:
                 calls.copy(batch, "best", 8 * n, main, HOST)
 
     def _hidden(self, batch: Batch) -> None:
-        """The hidden states of all rows, float32 [T, d_embed], to where the embedding rows were that the pass began
-        with: nobody reads these any more, and the host has room for them whoever computes."""
+        """Emits the final norm of all rows, and brings the hidden states, float32 [T, d_embed], to the host. They
+        overwrite the embedding rows that the pass began with, which nobody reads any more. The host has these whichever
+        executor computes."""
         calls, main, spec = self._calls, self.plan.main, self.plan.target.spec
         nbytes = 4 * batch.total_rows * spec.d_embed
         x, rows = calls.rows(main, batch, "x"), self.layout.act(main, batch.id, "rows", nbytes)

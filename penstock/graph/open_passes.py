@@ -1,10 +1,12 @@
-"""Passes that are known but for what routers say: for every token of a model whose experts come from a disk.
+"""Passes of which everything is known but routers' answers. Every token of a model whose experts come from a disk is
+one.
 
-Such a pass is lowered once per shape. Its calls come again, with other positions, but for loads of experts and the
-calls that compute them. An open pass has marks in their places: here a router is answered and what its layer's cache
-misses is read, here what was asked for is computed. Who runs it decides by the same cache (`graph/cache`), and needs no
-lowering between layers: that took 0.1 ms from a router's end to the first read of a layer that missed (docs/LOG.md).
-The tasks of the lowering are what it must equal: tests run both, and `run_serial` has the tasks alone.
+Such a pass is lowered once per shape. Its calls come again with other positions, except loads of experts and the calls
+that compute them. An open pass has marks in their places. At one kind of mark a router answers, and the experts that
+its layer's cache misses are read. At another kind the experts that were asked for are computed. Who runs it decides by
+the same cache (`graph/cache`), and needs no lowering between layers: that took 0.1 ms from a router's end to the first
+read of a layer that missed (docs/LOG.md). Its results must equal those of the lowering's tasks. Tests run both, and
+`run_serial` only the tasks.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class OpenPasses:
         return self._known.get(shape_of(p))
 
     def keep(self, p: Pass, tasks: Iterator[Task]) -> Iterator[Task]:
-        """Hands the tasks on, and remembers them."""
+        """Hands the tasks on, and remembers them as an open pass if they are one."""
         shape = shape_of(p)
         if shape in self._known:
             yield from tasks

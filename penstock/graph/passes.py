@@ -41,8 +41,8 @@ def prompts(
 
 
 def purpose_of(plan: Plan, rows: int) -> str:
-    """The purpose of a pass of prompts alone. `rows`: the most rows of one of its batches. Where they are too few for a
-    device to take any from the CPU, who decodes reads them."""
+    """The purpose of a pass of prompts alone. `rows`: the most rows of one of its batches. If they are too few for a
+    device to take any from the CPU, the executors of decode compute them."""
     return "prefill" if rows >= plan.least_device_rows else MIXED
 
 

@@ -1,12 +1,13 @@
-"""Where the records of an FFN that lies neuron by neuron are in a granule, and what of it stays in RAM where they are
-read only when they are asked for (`Unit.asked`).
+"""Says which bytes of a granule are records of neurons, for FFNs that lie neuron by neuron. If a unit's records are
+read only when they are asked for (`Unit.asked`), all other bytes of it stay in RAM.
 
     a granule on disk    | gate (or up) in tiles | 64 records | biases |
-    stays in RAM         | pages that hold what is no record, one after the other |
+    stays in RAM         | pages that hold other bytes than records, one after the other |
     read when asked for  |                       | pages that hold records        |
 
-Both are whole pages of a granule, so a page with the end of one and the beginning of the other counts to both. Where
-records have what is activated too (`by_records`), a granule begins with them, and biases alone stay.
+Both are whole pages of a granule. So a page with the end of one and the beginning of the other counts to both. Some
+records also have the weights that are activated (`by_records`). Then a granule begins with its records, and only biases
+stay.
 """
 
 from __future__ import annotations

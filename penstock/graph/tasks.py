@@ -3,8 +3,8 @@ thousands of them.
 
 A Slot is a byte range of an arena. Two tasks conflict where their ranges overlap and one of them writes. A Call is one
 op on one executor. A Task is a sequence of calls that run in order on the task's lanes. To wait for a task is to wait
-for all earlier tasks of its lane too. So `after` names of each lane only the latest. Tasks of the same lane it names
-only where that is a disk's, whose loads may end in another order than they began.
+for all earlier tasks of its lane too. So `after` names only the latest task of each lane. It names a task of its own
+lane only on a disk, whose loads may end in another order than they began.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Task(NamedTuple):
     `like`: id of an earlier task that differs only in its batches' positions and in what follows from them. -1: none is
     known. Whoever has prepared the earlier task need not prepare this one.
 
-    `batches`: () where the calls have the task's batches. Else they, the slots, `bytes` and `flops` are those of the
-    earlier task, which may have other numbers of rows, and these are the batches now (`Lowering.step`)."""
+    `batches`: () if the calls name the task's batches. Otherwise the task has these batches, while its calls, slots,
+    `bytes` and `flops` are the earlier task's, which may have other numbers of rows (`Lowering.step`)."""
 
     id: int
     lanes: tuple[Lane, ...]

@@ -114,8 +114,8 @@ def _check_held(task: Task, slot: Slot, wanted: tuple[str, int], held: dict[Slot
 
 
 def _check_guests(task: Task, guests: dict[Slot, int]) -> None:
-    """What is taken from KV pages was loaded there, and nothing else since. (Which pages are free the tasks do not
-    say: `pages.check_tables` does.)"""
+    """A unit that is taken from KV pages was loaded there, and nothing else was loaded there since. (Tasks do not say
+    which pages are free. `pages.check_tables` checks that.)"""
     for call in task.calls:
         operands = call.operands
         if isinstance(operands, ops.Load) and operands.target.arena.endswith(".kv"):
@@ -142,7 +142,7 @@ def _check_picks(task: Task, units: Sequence[Unit]) -> None:
 
 
 def _check_recalls(task: Task, records: dict[int, dict[int, int]]) -> None:
-    """What comes out of a slot is what was put there last. `records`: unit → slot → neuron."""
+    """A record that is taken from a slot is the one that was put there last. `records`: unit → slot → neuron."""
     for call in task.calls:
         if isinstance(call.operands, ops.Recall):
             of_unit, recall = records.setdefault(call.unit, {}), call.operands

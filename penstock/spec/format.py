@@ -98,8 +98,9 @@ _LABEL = re.compile(r"[a-z0-9][a-z0-9_+.-]{0,99}")
 @dataclass(frozen=True, slots=True)
 class Format:
     """`kind`: float32, bfloat16, float16, int8, int4, or one of `spec.blocks.BLOCKS`. `group`: columns per scale, 0 for
-    floats; for the formats of `spec.blocks` it is 32, whatever their own scales have. `neurons`: of a whole model's
-    weights, that its FFNs lie neuron by neuron. Of a block, that it lies so. `records`: also what is activated does.
+    floats; for the formats of `spec.blocks` it is 32, whatever their own scales have. `neurons`: the FFNs of a model in
+    this format lie neuron by neuron; a block in this format lies so. `records`: the weights that are activated lie so
+    too.
 
     Raises BadRequest for a kind or a group size that there is not."""
 

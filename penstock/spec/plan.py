@@ -39,10 +39,10 @@ SPARSITIES = ("off", "exact", "predict", "threshold")
 class Unit:
     """Granules lo..hi of a part, with one home, one executor for decode and one for prefill. `active`: the share of its
     neurons that decoding a full batch is expected to compute (PowerInfer). The others are skipped: wholly where a
-    predictor tells them, else after their activation was computed. `asked`: of an FFN unit on a disk that lies neuron
-    by neuron, that what is no record stays in RAM, and decode passes read the records of those neurons that fire, or
-    that predictors call active (`graph.asked`). `recent_slots`: of those, slots in RAM for records that were asked for
-    often and lately (`graph.recent`)."""
+    predictor tells them, else after their activation was computed. `asked`: only of an FFN unit on a disk that lies
+    neuron by neuron. Its records stay on the disk, and all other bytes of it in RAM. Decode passes read the records of
+    neurons that fire, or that predictors call active (`graph.asked`). `recent_slots`: so many slots in RAM keep records
+    of such a unit that were asked for often and lately (`graph.recent`)."""
 
     part: str
     lo: int
