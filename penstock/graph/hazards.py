@@ -43,18 +43,18 @@ class Hazards:
 
     def __init__(self) -> None:
         self._arenas: dict[str, tuple[list[int], list[Segment]]] = {}
-        # Arena → what `exactly` found there since the arena's last `record`. Rings are recorded all the time, so one
-        # dictionary of all arenas would forget the activations at every load.
-        self._found: dict[str, dict[Slot, Segment]] = {}
+        # Arena → slot → its segment, as `exactly` gave it since the arena's last `record`. Rings are recorded all the
+        # time, so one dictionary of all arenas would forget the activations at every load.
+        self._exact: dict[str, dict[Slot, Segment]] = {}
 
     def exactly(self, slot: Slot) -> Segment | None:
         """The segment of these very bytes, if there is one. Nearly always there is: the same operand comes again. It is
         to be used before the next `record`, which may split it."""
         arena, lo, hi = slot
-        found = self._found.get(arena)
-        if found is None:
+        exact = self._exact.get(arena)
+        if exact is None:
             return None
-        segment = found.get(slot)
+        segment = exact.get(slot)
         if segment is not None:
             return segment
         starts, segments = self._arenas[arena]
@@ -62,7 +62,7 @@ class Hazards:
         if i >= 0:
             segment = segments[i]
             if segment.lo == lo and segment.hi == hi:
-                found[slot] = segment
+                exact[slot] = segment
                 return segment
         return None
 
@@ -87,7 +87,7 @@ class Hazards:
         arena_segments = self._arenas.get(arena)
         if arena_segments is None:
             arena_segments = self._arenas[arena] = ([], [])
-        self._found[arena] = {}
+        self._exact[arena] = {}
         starts, segments = arena_segments
         self._split(starts, segments, lo)
         self._split(starts, segments, hi)
@@ -111,10 +111,11 @@ class Hazards:
         segments[first:last] = fresh
 
     @staticmethod
-    def _split(starts: list[int], segments: list[Segment], at: int) -> None:
-        i = bisect_right(starts, at) - 1
-        if i >= 0 and segments[i].lo < at < segments[i].hi:
+    def _split(starts: list[int], segments: list[Segment], byte: int) -> None:
+        """Makes `byte` the beginning of a segment, if it lies inside one."""
+        i = bisect_right(starts, byte) - 1
+        if i >= 0 and segments[i].lo < byte < segments[i].hi:
             old = segments[i]
-            starts.insert(i + 1, at)
-            segments.insert(i + 1, Segment(at, old.hi, old.writer, dict(old.readers)))
-            old.hi = at
+            starts.insert(i + 1, byte)
+            segments.insert(i + 1, Segment(byte, old.hi, old.writer, dict(old.readers)))
+            old.hi = byte

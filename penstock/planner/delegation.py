@@ -1,9 +1,9 @@
 """Says from which context on the CPU is faster at attention to KV in RAM than a device, to which KV would have to
 cross (FlexGen's computation delegation).
 
-KV grows with the context. What crosses instead does not: q and the new keys and values down, the result up. So there is
-one context from which the CPU is faster, if it reads RAM faster than the link. If the link is faster, there is one up
-to which the CPU is, where its calls begin sooner."""
+KV grows with the context. If the CPU attends, q and the new keys and values cross instead, and the result crosses back:
+these do not grow. If the CPU reads RAM faster than the link does, it is faster from some context on. If the link is
+faster, the CPU is faster up to some context, because its calls begin sooner."""
 
 from __future__ import annotations
 

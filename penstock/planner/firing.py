@@ -1,6 +1,6 @@
 """How many neurons of a ReLU model fire: by a profile of it, or as PowerInfer measured of models like it.
 
-Where a plan leaves out what does not fire, a unit's `active` is the share that is expected to fire, in the mean over
+If a plan leaves out neurons that do not fire, a unit's `active` is the share that is expected to fire, in the mean over
 the model's layers. So layers stay alike, and short plans can stand for long ones (`planner.shorten`).
 """
 
@@ -62,7 +62,7 @@ def _interpolated(shares: tuple[float, ...], tokens: int) -> float:
 
 
 def leveled(profile: Profile | None, spec: ModelSpec) -> Firing | None:
-    """What a profile says of a model without ReLU; None where it has no levels."""
+    """The firing that a profile tells of a model without ReLU; None if it has no levels."""
     if profile is None or not profile.levels:
         return None
     neurons = [layer.ffns[0].neurons for layer in spec.layers]
@@ -80,8 +80,8 @@ def foretold(found: Predictors, spec: ModelSpec) -> Foretold:
 
 @lru_cache(maxsize=64)
 def expected_predictors(spec: ModelSpec) -> Foretold | None:
-    """What is taken of a model whose predictors nobody has trained: sizes as PowerInfer publishes (Table 6), that call
-    active who fires. None where it publishes nothing of such models."""
+    """The predictors assumed for a model for which none were trained. They have the sizes that PowerInfer publishes
+    (Table 6), and call exactly the neurons active that fire. None if it publishes nothing of such models."""
     known = activity.published(spec)
     if known is None:
         return None
@@ -91,7 +91,7 @@ def expected_predictors(spec: ModelSpec) -> Foretold | None:
 
 
 def measured(profile: Profile | None) -> Firing | None:
-    """What a profile says; None where it counted no neurons."""
+    """The firing that a profile tells; None if it counted no neurons."""
     if profile is None or not profile.neurons:
         return None
     total = sum(layer.neurons for layer in profile.neurons)

@@ -93,9 +93,9 @@ def least_bytes(weights_bytes: int, near_bytes: int, seqs: int) -> float:
     """The fewest bytes of weights a token that any order of computing moves into a memory of `near_bytes`, if every
     token of `seqs` sequences needs all of the weights.
 
-    While fewer bytes than the weights less the memory are moved, what is there and what comes is less than all of the
-    weights. So in this time no sequence gets through as many layers as a token has, whatever the order: all of them
-    together get less than one token each.
+    Take any time in which fewer bytes are moved than the weights less the memory. The bytes that were in the memory
+    then, and those that came, are fewer than all weights. So no sequence got through all layers of a token in that
+    time, whatever the order.
     """
     return max(0, weights_bytes - near_bytes) / seqs
 
@@ -113,7 +113,8 @@ def moved_bytes(compared: Compared, ask: Ask) -> float:
 
 
 def _kv_bytes(plan: Plan, home: KvHome, tokens: int) -> float:
-    """Of one sequence of so many tokens, in the layers of `home`; on average, where `home` has some sequences only."""
+    """Bytes of KV of one sequence of so many tokens, in the layers of `home`. If `home` has only some of the sequences,
+    it is the average over all."""
     lo, hi = home.layers
     attention = [layer.attention for layer in plan.target.spec.layers[lo:hi]]
     a_token = sum(2 * a.kv_heads * home.format.kv_bytes(a.head_dim) for a in attention)

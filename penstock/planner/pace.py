@@ -1,4 +1,5 @@
-"""How many rows of a prompt may go along with the answers that are under way, by the planner's own simulation.
+"""Decides how many rows of prompts go through the model together with answers that are under way, by the planner's own
+simulation.
 
 A pass reads the weights that stream once, whatever its rows. So some rows of prompts cost nothing, until the pass is
 bound by arithmetic.
@@ -32,9 +33,9 @@ class Pace:
 
 def pace(plan: Plan, machine: MachineSpec) -> Pace:
     """The most rows, a power of two or all that there is room for, with which a pass takes at most LONGEST_GAP times as
-    long as without any; at least 1, or no prompt would ever end. Where some units have another executor for prefill
-    than for decode, both ways are tried, and prompts are read in the one that reads them faster. Sequences are half-way
-    through their context, or have half of their share of the pages."""
+    long as without any; at least 1, or no prompt would ever end. If some units have another executor for prefill than
+    for decode, both purposes are tried, and the one that reads prompts faster is taken. Sequences are half-way through
+    their context, or have half of their share of the pages."""
     plan = short(plan)
     most = max(plan.chunk_rows, plan.batch_seqs)
     speaking = plan.batch_seqs * plan.batches_per_pass - 1

@@ -1,5 +1,5 @@
-"""Predicted seconds of a server's passes: rows of answers, and of a prompt beside them. What passes took so far
-corrects the prediction of passes like them."""
+"""Predicts the seconds of a server's passes, which have rows of answers, and of a prompt beside them. Measured seconds
+of passes so far correct the predictions of similar passes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Kind = tuple[int, int]  # (answers, rows of prompts) of a pass
 
 
 class PassTimes:
-    """Predicted seconds of a plan's passes. Few are simulated; those between are on a line. `mixed`: the purpose of
-    passes with rows of prompts beside answers."""
+    """Predicted seconds of a plan's passes. A few sizes of a pass are simulated, and sizes in between lie on a line.
+    `mixed`: the purpose of passes with rows of prompts beside answers."""
 
     def __init__(self, plan: Plan, machine: MachineSpec, mixed: str = MIXED) -> None:
         self._plan, self._machine, self._mixed = plan, machine, mixed
@@ -39,7 +39,7 @@ class PassTimes:
         self.measured: dict[Kind, float] = {}
 
     def note(self, speaking: int, prompt_rows: int, seconds: float) -> None:
-        """A pass of this kind took so long. It costs 2 µs. For one thread alone."""
+        """Notes how long a pass of this kind took. A call takes 2 µs. Only one thread may call it."""
         kind = (speaking, prompt_rows)
         took = self._took.pop(kind, None) or deque(maxlen=_LATEST)
         took.append(seconds)
@@ -54,8 +54,8 @@ class PassTimes:
         self.measured = measured
 
     def seconds(self, speaking: int, prompt_rows: int) -> float:
-        """Of a pass with a row of each of `speaking` answers and `prompt_rows` rows of prompts: as predicted, times
-        what passes of the kind most like it took over what was predicted of them."""
+        """Seconds of a pass with a row of each of `speaking` answers and `prompt_rows` rows of prompts: the predicted
+        seconds, times measured over predicted seconds of the most similar passes so far."""
         predicted_s, measured = self._predicted(speaking, prompt_rows), self.measured
         alike = [kind for kind in measured if (kind[1] > 0) == (prompt_rows > 0)]
         if not alike or not predicted_s:

@@ -1,4 +1,4 @@
-"""What a long context costs, and how long one may be before it costs anything.
+"""Finds what a long context costs in speed, and the longest context that costs nothing.
 
 KV takes memory from weights, which stream then. So the speed falls by steps, and solving says where they are.
 """

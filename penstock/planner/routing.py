@@ -41,11 +41,11 @@ Token = tuple[int, ...]  # the experts that a token goes to, ascending
 
 @dataclass(frozen=True)
 class RouterTrace:
-    """What routers say, and who fires. `layers`: for each layer, the tokens in the order in which they came; none for
-    dense layers. `source`: where the trace is from. `guesses`: for each layer, what its router says to the input of the
-    FFN before, for the same tokens, the likeliest expert first; none where nobody has asked it. `fires`: for each
-    layer, of the neuron at each place in the packed model the share of tokens in which it fires, as float32;
-    none where that is not known."""
+    """The answers of routers, and which neurons fire. `layers`: for each layer, the tokens in the order in which they
+    came; none for dense layers. `source`: where the trace is from. `guesses`: for each layer, its router's answers to
+    the input of the FFN one layer before, for the same tokens, the likeliest expert first; none if they were not
+    recorded. `fires`: for each layer, the share of tokens in which the neuron at each place of the packed model fires,
+    as float32; none if that is not known."""
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
@@ -75,8 +75,8 @@ def recorded(profile: Profile, spec: ModelSpec) -> RouterTrace:
 
 
 def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace:
-    """Who fires by a model's profile. `orders`: of the layers' neurons (`spec.order`); of a layer without one, the
-    checkpoint's."""
+    """The rates at which neurons fire, by a model's profile. `orders`: of the layers' neurons (`spec.order`). A layer
+    without one has the checkpoint's order."""
     fires = []
     for each in profile.neurons:
         counts = each.counted()
@@ -86,8 +86,9 @@ def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace
 
 
 def called(spec: ModelSpec, predictors: Predictors, known: RouterTrace | None) -> RouterTrace:
-    """Whom a model's predictors call active: of each layer as many neurons as they are known to, by the rates of who
-    fires where a profile has them (`known`), else each as often as another."""
+    """The rates at which a model's predictors call neurons active. Each layer's rates add up to the number that its
+    predictor is known to call active. They have the ratios of the rates at which neurons fire, if a profile has these
+    (`known`), else all are equal."""
     fires = []
     for i, each in enumerate(predictors.layers):
         count, share = neurons_of(spec.layers[each.layer]), each.active[0]
@@ -109,8 +110,8 @@ def _scaled(rates: Sequence[float], share: float) -> array[float]:
 
 
 class Replay:
-    """Answers the routers of a plan out of a trace, and says who fires, or whom predictors call active, by its rates.
-    After its last token the trace begins again. `trace`: None: `stated`."""
+    """Answers for the routers of a plan out of a trace, and draws by its rates which neurons fire, or which ones
+    predictors call active. After its last token the trace begins again. `trace`: None: `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
@@ -136,7 +137,7 @@ class Replay:
         return self._next(route.layer, call.batch.total_rows)
 
     def _drawn(self, call: Call, layer: int, asker: int, lo: int, hi: int) -> list[Sequence[int]]:
-        """Who fires, or is active, among the neurons lo..hi of a layer, in each row. Rows are independent of each
+        """The neurons among lo..hi of a layer that fire, or are active, in each row. Rows are independent of each
         other, and after _TOKENS_DRAWN of them the same ones come again. Where no rates are known, all fire."""
         batch = call.batch
         assert batch is not None
@@ -175,7 +176,8 @@ class Replay:
 
 @lru_cache(maxsize=1024)
 def _live(packed: bytes, seed: int) -> array[int]:
-    """The places that fire for one token, in rising order, each by its rate and for itself."""
+    """The places of the neurons that fire for one token, in rising order. Each fires at its rate, independently of the
+    others."""
     draw, live, rates = random.Random(seed), array("I"), memoryview(packed).cast("f")
     for begin in range(0, len(rates), GRANULE_ROWS):
         some = rates[begin : begin + GRANULE_ROWS]

@@ -203,7 +203,7 @@ def _run(
     if 6 * few * period > len(run):
         return whole
     periods = range(0, len(run) - len(run) % period, period)
-    counts = [layer_bytes[i] for i in run], [*map(int, second)]  # what is counted of each layer
+    counts = [layer_bytes[i] for i in run], [*map(int, second)]  # of each layer: its bytes, whether it is in `second`
     by_period = [[sum(count[first : first + period]) for first in periods] for count in counts if count]
     long, totals = len(run) / period, [max(1, sum(count)) for count in counts if count]
 

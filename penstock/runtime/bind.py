@@ -273,8 +273,8 @@ class Binding(Views):
 
     def answer(self, call: Call) -> list[list[int]]:
         """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
-        many as were asked for, the likeliest first. Of a call that tells who fires, or who is active: the places of
-        those neurons."""
+        many as were asked for, the likeliest first. Of a call that tells which neurons fire, or are active: their
+        places."""
         op = call.operands
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])

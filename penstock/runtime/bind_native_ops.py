@@ -155,7 +155,8 @@ class NativeOps(Binding):
 
     @property
     def by_batches(self) -> bool:
-        """numpy takes the numbers of rows from calls, and whoever hears of calls hears of theirs."""
+        """Not if numpy computes some calls, which takes the numbers of rows from them. Nor if somebody hears of calls,
+        and so of their rows."""
         heard = self.on_route is not None or self.on_fired is not None
         return "embed" in self._natively and not self._projects_out and not heard
 

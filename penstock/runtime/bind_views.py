@@ -34,7 +34,7 @@ class Views(Moves):
         self._spec = plan.target.spec
 
     def _values(self, slot: Slot, t: int) -> Float32:
-        """What neurons' activations are, float32 [granules, T, neurons of a granule]."""
+        """The activations of neurons, float32 [granules, T, neurons of a granule]."""
         return self._arenas.view(slot).view(np.float32).reshape(-1, t, GRANULE_ROWS)
 
     def _rows(self, slot: Slot, t: int) -> Float32:

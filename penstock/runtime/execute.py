@@ -34,7 +34,7 @@ from penstock.runtime.open_passes import OpenPassRunner
 from penstock.spec.places import CPU
 from penstock.spec.plan import Unit
 
-_SWEEP = 256  # beyond so many tasks of a lane that nobody waited for, those that are done are forgotten
+_SWEEP = 256  # if a lane has more tasks that nobody waited for, the first ones that are done are forgotten
 
 
 class Executor:
@@ -83,8 +83,8 @@ class Executor:
     def run_open(
         self, runner: OpenPassRunner, open_pass: OpenPass, p: Pass, given: Answer | None, heard: Sequence[OnRoute]
     ) -> Timeline:
-        """Runs a pass in one piece, when nothing is left of the tasks before it. Raises as `OpenPassRunner.run`, and
-        the error of a task that was left."""
+        """Runs a pass in one piece, after all tasks before it have ended. Raises as `OpenPassRunner.run`, and the error
+        of one of these tasks."""
         start_s = time.perf_counter()
         for lane in self._lanes.values():
             while lane.handed:
@@ -176,7 +176,7 @@ class Executor:
             self._next(lane)
 
     def _next(self, lane: _Lane) -> None:
-        """Waits for the lane's first task and forgets it. Raises the task's error."""
+        """Waits for the lane's first task, notes its span and forgets it. Raises the task's error."""
         handed = lane.handed[0]
         start_s, end_s = handed.wait()
         # It may have begun, or even ended, while the task before it was under way. In a timeline the tasks of a lane

@@ -187,7 +187,7 @@ class DiskReader:
 
     def pick(self, part: str, runs: Sequence[tuple[int, int, int]]) -> DiskLoad | None:
         """Begins to read runs of a part, as (first byte, end, address): whole pages, in rising order of addresses. Many
-        small reads are in flight at once, past the queue of `start`. They are compared with no checksum: whoever asks
+        small reads are in flight at once, past the queue of `start`. They are not compared with checksums: the caller
         has read their granules whole before. Returns None where there are no runs."""
         if not runs:
             return None

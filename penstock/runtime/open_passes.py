@@ -28,8 +28,8 @@ from penstock.spec.places import CPU, HOST, Lane, lane_between
 from penstock.spec.plan import Plan
 
 _KEPT = 16  # programs
-# Of the last level of caches, what is still there when the next ops come: on a shared Zen 4 10 of 32 MB were read again
-# at 160 to 180 GB/s (53 to 82 from RAM), 16 at 84 to 114, 24 no faster than from RAM.
+# The share of the last level of caches that is still there when the next ops come. On a shared Zen 4 with 32 MB, 10 MB
+# were read again at 160 to 180 GB/s (53 to 82 from RAM), 16 MB at 84 to 114, 24 MB no faster than from RAM.
 _KEPT_SHARE = 0.375
 
 
@@ -88,7 +88,7 @@ class OpenPassRunner:
                 each(mark.call._replace(batch=batch), rows)
 
     def spans(self, open_pass: OpenPass, p: Pass, origin_s: float) -> list[Span]:
-        """What the latest run did when, in seconds after `origin_s` of time.perf_counter."""
+        """The spans of the latest run, in seconds after `origin_s` of time.perf_counter."""
         bound = self._bound[open_pass.shape]
         assert bound is not None
         batches, units = {p.batches[0].id: p.batches[0]}, self._plan.units
@@ -176,18 +176,18 @@ class OpenPassRunner:
     def _ahead(self, calls: Sequence[Call]) -> list[tuple[int, int]]:
         """Addresses and bytes of the weights that these calls read, as far as a cache of the processor keeps them."""
         left = int(_KEPT_SHARE * host.last_level_cache_bytes())
-        found = []
+        kept = []
         for call in calls:
             weights = getattr(call.operands, "weights", None)
             if isinstance(weights, Slot) and left:
                 nbytes = min(left, weights.nbytes)
-                found.append((self._arenas.address(weights), nbytes))
+                kept.append((self._arenas.address(weights), nbytes))
                 left -= nbytes
-        return found
+        return kept
 
     def _demand(self, layer: int, call: Call, ahead: list[tuple[int, int]]) -> _native.Demand:
-        """What asks for the experts of a layer. `call`: computes some of them. `ahead`: what is read into the
-        processor's caches while a load is waited for."""
+        """The native code's request for experts of a layer. `call`: computes some of them. `ahead`: (address, bytes) of
+        weights that are read into the processor's caches while a load is waited for."""
         cache, layout, part = self._caches[layer, HOST], self._binding.layout, self._plan.parts[f"{layer}.experts"]
         assert isinstance(cache, _native.ExpertCache)
         program = self._binding.new_program()

@@ -1,5 +1,6 @@
-"""Brings weights to where they stay, when a model is loaded and reads cannot put them there: to a device's memory by
-the stage, and what stays in RAM of units that are asked for (`graph.records`) by the ring."""
+"""Brings weights to their places when a model is loaded, where a read cannot put them there: to a device's memory
+through the stage. Of units that are asked for, it brings the bytes that stay in RAM (`graph.records`) through the
+ring."""
 
 from __future__ import annotations
 

@@ -2,15 +2,15 @@
 integer program of `neurons` with its constraint of communication (Eq. 4, 5, 7, 8) as a time.
 
     minimise    Σ t                                         over layers
-    subject to  t ≥ begin_s + Σ device_s · impact · a       the device computes what is active of its groups
-                t ≥ sync_s · y + Σ host_s · impact · (1 - a)  and meanwhile the CPU what is active of the others
+    subject to  t ≥ begin_s + Σ device_s · impact · a       the device computes the active neurons of its groups
+                t ≥ sync_s · y + Σ host_s · impact · (1 - a)  meanwhile the CPU computes those of the other groups
                 y ≥ 1 - a                                   Eq. 8: a layer is synchronised if the CPU has any group
                 Σ bytes · a ≤ device_bytes                  Eq. 3, 6
                 a, y in 0, 1
 
-Eq. 7 asks for at least C_l groups of a layer on the device, or none. That is right where a layer without any needs no
-synchronisation. Here activations are on the device, so a layer is free of it where *all* its groups are there. So the
-program gathers some layers whole, as far as a synchronisation costs more than what else the room would hold.
+Eq. 7 asks for at least C_l groups of a layer on the device, or none. That is right if a layer without any needs no
+synchronisation. Here activations are on the device, so a layer needs none only if *all* its groups are there. So the
+program gathers some layers whole, as long as that saves more than other groups in the same room would.
 
 Of any number of a layer's groups the hottest are the best, so an answer is a number for each layer. A price for bytes
 makes layers independent of each other: each takes the number of groups that costs it least. The least price whose
@@ -28,8 +28,8 @@ from itertools import accumulate
 from penstock.planner.programs.neurons import Counts, LayerGroups, NeuronProgram
 
 _HALVINGS = 60  # of a price; a float has no more
-# Hottest first is taken unless an answer saves more than this share of its time: what is left out of the program, as
-# rounding of scratch and units, is of that size.
+# Hottest first is taken unless an answer saves more than this share of its time. The program leaves out effects of that
+# size, such as the rounding of scratch and units.
 _WORTH = 0.02
 
 
@@ -153,7 +153,7 @@ def _take(
 
 
 def _fill(counts: list[int], times: Sequence[Sequence[float]], sizes: Sequence[int], left: int) -> None:
-    """Gives what is left to layers, one group or as many as fit, where a byte saves most."""
+    """Gives the `left` bytes to layers, one group or as many as fit, where a byte saves most. Changes `counts`."""
 
     def gain(i: int, n: int) -> float:
         return (times[i][counts[i]] - times[i][n]) / ((n - counts[i]) * sizes[i])

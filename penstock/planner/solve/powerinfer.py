@@ -79,9 +79,9 @@ def with_profile(
     for prompts in (True, False) if ask.prompt_tokens <= _SHORT_PROMPT else (True,):
         for chunk_rows in usual_chunks(ask):
             skeleton = device_skeleton(problem, chunk_rows, problem.layers, lifted=0.0, prompts=prompts)
-            found = [each for choose in ways if (each := _filled(skeleton, profile, choose)) is not None]
-            if found:
-                plan, chosen = min(found, key=lambda each: each[1].seconds)
+            filled = [each for choose in ways if (each := _filled(skeleton, profile, choose)) is not None]
+            if filled:
+                plan, chosen = min(filled, key=lambda each: each[1].seconds)
                 refused = ("", "") if runs(problem) else (CANNOT_RUN, LOSSY)
                 yield Candidate(name, plan, hot_and_cold(plan, profile, chosen.why, prompts), *refused)
                 break
@@ -143,14 +143,14 @@ def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple
     spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
 
     def placed(budget: int) -> tuple[Plan, ChosenNeurons] | None:
-        found = choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
-        if found is None:
+        groups = choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
+        if groups is None:
             return None
-        there = {part.key: count for part, count in zip(ffns, found.counts, strict=True)}
-        return planned(attention, predictors, there), found
+        there = {part.key: count for part, count in zip(ffns, groups.counts, strict=True)}
+        return planned(attention, predictors, there), groups
 
-    found = within_device(problem, spare, placed)
-    return None if found is None else (with_activity(found[0], profile), found[1])
+    fitting = within_device(problem, spare, placed)
+    return None if fitting is None else (with_activity(fitting[0], profile), fitting[1])
 
 
 def plan_of(skeleton: Skeleton, profile: NeuronProfile, attention: int, predictors: int, ffns: Resident) -> Plan:

@@ -49,12 +49,13 @@ class Problem:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """Of each layer, where plans are to take small activations for zeros."""
+        """The level of each layer, below which plans are to take activations for zeros; () if they are to have no
+        levels."""
         return self.firing.levels if self.sparsity == "threshold" and self.firing is not None else ()
 
     @cached_property
     def predictors(self) -> tuple[Predictor, ...]:
-        """One for each layer, where plans are to have them; in RAM, or where a plan puts them."""
+        """A predictor for each layer, in RAM; () if plans are to have none. A plan may put them elsewhere."""
         known = foretold_of(self.spec, self.firing) if self.sparsity == "predict" else None
         # A solver learns of plans of fewer layers.
         return () if known is None else tuple(each for each in known.predictors if each.layer < self.layers)
@@ -118,16 +119,16 @@ class Problem:
         return Cost(self.machine)
 
     @cached_property
-    def _known(self) -> dict[Any, Any]:
+    def _learned(self) -> dict[Any, Any]:
         return {}
 
     def learned(self, key: tuple[object, ...], learn: Callable[[], T]) -> T:
         """The result of `learn()`, which a solver gets by lowering plans of a few layers. It is called once for each
         `key`, which names everything that the result depends on."""
-        if key not in self._known:
-            self._known[key] = learn()
-        known: T = self._known[key]
-        return known
+        if key not in self._learned:
+            self._learned[key] = learn()
+        result: T = self._learned[key]
+        return result
 
     @property
     def device_bytes(self) -> int:

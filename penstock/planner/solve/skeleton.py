@@ -214,21 +214,22 @@ def smallest(problem: Problem) -> Skeleton:
 
 
 def within_device(
-    problem: Problem, budget: int | None, found_of: Callable[[int], tuple[Plan, T] | None]
+    problem: Problem, budget: int | None, plan_for: Callable[[int], tuple[Plan, T] | None]
 ) -> tuple[Plan, T] | None:
-    """A plan that fits, by lowering the budget of weights in device memory until it does, and what was found with it.
+    """A plan that fits, and what `plan_for` returned with it. The budget of weights in device memory is lowered until
+    the plan fits.
 
     A plan may need more device memory than its budget says: kernels need more scratch for large units that stay than
-    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `found_of`: the plan
-    of a budget in bytes, and anything else. None if there is no budget, if `found_of` has no plan, if RAM is too small,
+    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `plan_for`: the plan
+    of a budget in bytes, and anything else. None if there is no budget, if `plan_for` has no plan, if RAM is too small,
     or if no attempt fits.
     """
     for _ in range(_ATTEMPTS if budget is not None else 0):
         assert budget is not None
-        found = found_of(budget)
-        if found is None or problem.fits(found[0]):
-            return found
-        over = found[0].tier_bytes()[GPU.executor] - problem.device_bytes
+        attempt = plan_for(budget)
+        if attempt is None or problem.fits(attempt[0]):
+            return attempt
+        over = attempt[0].tier_bytes()[GPU.executor] - problem.device_bytes
         if over <= 0:
             return None
         budget -= round_up(over, ARENA_ALIGN)

@@ -130,10 +130,10 @@ class BlockShape:
         # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.
         spec = self.problem.spec
         few = replace(self.problem, spec=replace(spec, layers=2 * tuple(dict.fromkeys(spec.layers))))
-        found: dict[Tier, float] = {GPU.executor: 0.0, HOST: 0.0}
+        window_bytes: dict[Tier, float] = {GPU.executor: 0.0, HOST: 0.0}
         for slot in Layout(replace(self, problem=few).plan(NEAR, away)).kv.windows:
-            found[tier_of(slot.arena)] += slot.nbytes
-        return found
+            window_bytes[tier_of(slot.arena)] += slot.nbytes
+        return window_bytes
 
     @property
     def moved_tier(self) -> int:

@@ -39,8 +39,8 @@ _HOTTEST, _ORDERED = 0.1, 0.9
 
 
 def may_ask(problem: Problem) -> bool:
-    """Whether such plans make sense: who fires is known by a profile, or who is active by predictors, and few rows want
-    few neurons."""
+    """Whether such plans make sense: a profile tells which neurons fire, or predictors tell which are active, and the
+    rows are so few that they want few neurons."""
     trace = problem.trace
     if trace is None or not any(trace.fires) or problem.may_stay is not None or problem.ask.batch > MOST_ROWS:
         return False
@@ -48,8 +48,9 @@ def may_ask(problem: Problem) -> bool:
 
 
 def scattered(problem: Problem) -> bool:
-    """Whether what is hot lies here and there: the first tenth of a layer's neurons fires much less often than its
-    hottest tenth. Else granules that stay have what slots would have, and are not copied."""
+    """Whether hot neurons lie here and there: the first tenth of a layer's neurons fires much less often than its
+    hottest tenth. If they lie in front, granules that stay hold the records that slots would hold, and need no
+    copies."""
     fires = problem.trace.fires if problem.trace is not None else ()
     rates = memoryview(fires[len(fires) // 2]).cast("f").tolist() if fires else []
     tenth = round(_HOTTEST * len(rates))

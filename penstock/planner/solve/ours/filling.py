@@ -50,12 +50,12 @@ def filled(skeleton: Skeleton, rest: Rest = in_ram, experts: bool = False) -> Pl
     if budget is not None and may_stay is not None:
         budget = min(budget, may_stay)
 
-    def found_of(nbytes: int) -> tuple[Plan, None] | None:
+    def plan_for(nbytes: int) -> tuple[Plan, None] | None:
         plan = rest(skeleton, fill_device(skeleton, nbytes, experts))
         return None if plan is None else (plan, None)
 
-    found = within_device(problem, budget, found_of)
-    return None if found is None else found[0]
+    fitting = within_device(problem, budget, plan_for)
+    return None if fitting is None else fitting[0]
 
 
 def partly_in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:

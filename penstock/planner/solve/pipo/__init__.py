@@ -103,9 +103,9 @@ def _whole(problem: Problem, pipeline: str) -> tuple[Configuration, Plan] | None
         choice = Configuration(home, pipeline, float(home == GPU.executor))
         kv_homes = (GPU.executor, HOST) if home == GPU.executor else (HOST,)
         for kv_home, whole_blocks, rows in product(kv_homes, cuts, chunk_options(problem.ask)):
-            found = plan(problem, choice, kv_home, rows, whole_blocks=whole_blocks)
-            if problem.fits(found):
-                return choice, found
+            candidate = plan(problem, choice, kv_home, rows, whole_blocks=whole_blocks)
+            if problem.fits(candidate):
+                return choice, candidate
     return None
 
 

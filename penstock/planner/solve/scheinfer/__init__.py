@@ -105,13 +105,13 @@ def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Sli
     for chunk_rows in usual_chunks(problem.ask):
         skeleton = device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
 
-        def found_of(budget: int, skeleton: Skeleton = skeleton) -> tuple[Plan, Slices]:
+        def plan_for(budget: int, skeleton: Skeleton = skeleton) -> tuple[Plan, Slices]:
             slices = _assigned(skeleton, budget, wanted)
             return plan_of(skeleton, slices), slices
 
-        found = within_device(problem, problem.spare_bytes(skeleton.plan({}, {}), GPU.executor), found_of)
-        if found is not None:
-            return found
+        fitting = within_device(problem, problem.spare_bytes(skeleton.plan({}, {}), GPU.executor), plan_for)
+        if fitting is not None:
+            return fitting
     return None
 
 
