@@ -54,28 +54,28 @@ def import_(
         print(f"{name:<{widths[0]}}  {fmt:<{widths[1]}}  {size:>{widths[2]}}  {runs}")
 
 
-def _format(found: Found) -> tuple[str, str]:
+def _format(model: Found) -> tuple[str, str]:
     """The format of a model's weights, and why it does not run: "" where it does."""
     from penstock.serve.planning import describe
     from penstock.store.own import own_format
 
-    if found.path is None:
-        return "", found.why
+    if model.path is None:
+        return "", model.why
     try:
-        describe(found.path)
-        return own_format(found.path).name, ""
+        describe(model.path)
+        return own_format(model.path).name, ""
     except PenstockError as error:
         return "", error.message
 
 
-def _report(found: Found, fmt: str, why: str) -> dict[str, object]:
-    path: Path | None = found.path
+def _report(model: Found, fmt: str, why: str) -> dict[str, object]:
+    path: Path | None = model.path
     return {
-        "name": found.name,
+        "name": model.name,
         "format": fmt or None,
-        "bytes": found.nbytes,
+        "bytes": model.nbytes,
         "path": None if path is None else str(path),
         "runs": not why,
         "why": why or None,
-        "not_used": found.left_out or None,
+        "not_used": model.left_out or None,
     }

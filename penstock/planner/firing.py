@@ -67,7 +67,7 @@ def leveled(profile: Profile | None, spec: ModelSpec) -> Firing | None:
         return None
     neurons = [layer.ffns[0].neurons for layer in spec.layers]
     each = zip(*(layer.kept for layer in profile.levels), strict=True)
-    shares = tuple(sum(k * n for k, n in zip(at, neurons, strict=True)) / sum(neurons) for at in each)
+    shares = tuple(sum(k * n for k, n in zip(in_layers, neurons, strict=True)) / sum(neurons) for in_layers in each)
     return Firing(shares, profile.source, levels=tuple(layer.level for layer in profile.levels))
 
 
@@ -97,7 +97,7 @@ def measured(profile: Profile | None) -> Firing | None:
     total = sum(layer.neurons for layer in profile.neurons)
     each = zip(*(layer.fired for layer in profile.neurons), strict=True)
     weights = [layer.neurons for layer in profile.neurons]
-    shares = tuple(sum(f * n for f, n in zip(at, weights, strict=True)) / total for at in each)
+    shares = tuple(sum(f * n for f, n in zip(in_layers, weights, strict=True)) / total for in_layers in each)
     return Firing(shares, profile.source)
 
 

@@ -48,8 +48,8 @@ class BatchTables:
         self._counts[:] = rows, logits, n
         self._sequences[:n, 1], self._sequences[:n, 2], self._chosen[:logits] = batch.start, batch.rows, batch.logits
         if batch.pages or batch.seqs != self._filled:
-            for row, found in zip(self._pages, pages, strict=False):
-                row[: len(found)] = found
+            for row, ids in zip(self._pages, pages, strict=False):
+                row[: len(ids)] = ids
             self._filled = () if batch.pages else batch.seqs
         row_positions = positions(batch)
         for key, frequencies in self._frequencies.items():

@@ -194,7 +194,7 @@ def _lacking(
     known: dict[str, ProbeFindings], wanted: Sequence[ProbePart], formats: Sequence[str], like: MachineSpec
 ) -> list[Rate]:
     """The rates of the machine `like` that the wanted parts should have found, and have not."""
-    names, measured = {part.name for part in wanted}, {key(rate) for found in known.values() for rate in found.rates}
+    names, measured = {part.name for part in wanted}, {key(rate) for each in known.values() for rate in each.rates}
     return [rate for rate in like.rates if key(rate) not in measured and part_of(rate, formats) in names]
 
 
@@ -211,7 +211,7 @@ def _machine(
     folder: Path, known: dict[str, ProbeFindings], lacking: Sequence[Rate], late: Sequence[str], like: MachineSpec
 ) -> MachineSpec:
     """The machine by what was found out; what is `lacking` is scaled from the machine `like`."""
-    rates = [rate for found in known.values() for rate in found.rates]
+    rates = [rate for each in known.values() for rate in each.rates]
     begins = [rate.alpha_s for rate in rates if rate.op in ROW_OPS]
     rates = [
         replace(rate, alpha_s=min(begins, default=0.0)) if (rate.lane, rate.op) == (CPU, "*") else rate
@@ -236,14 +236,14 @@ def _ratios(rates: Sequence[Rate], known: dict[str, ProbeFindings], like: Machin
     """How many times as long this machine takes as the profile's, by what was measured; 1 where nothing was."""
 
     def median(op: str, few: bool) -> float:
-        found = [
+        ratios = [
             (ours.s_per_byte / theirs.s_per_byte) if few else (ours.s_per_flop / theirs.s_per_flop)
             for ours in rates
             if (ours.lane, ours.op) == (CPU, op) and (ours.rows == 1 if few else ours.s_per_flop > 0)
             for theirs in like.rates
             if key(ours) == key(theirs)
         ]
-        return statistics.median(found) if found else 1.0
+        return statistics.median(ratios) if ratios else 1.0
 
     def disk(op: str, nbytes: int) -> float:
         ours = [rate for rate in rates if (rate.lane, rate.op) == (DISK.reads, op)]

@@ -81,8 +81,8 @@ def measure(wanted: WantedFigures, hear: Heard) -> None:
             hear({"begins": part.name})
             now_s = time.perf_counter()
             share = part.weight_s / (part.weight_s + sum(each.weight_s for each in left))
-            found = probe.take(part.name, now_s + max(0.0, end_s - now_s) * share)
-            hear({"ends": part.name, "found": to_json(found)})
+            findings = probe.take(part.name, now_s + max(0.0, end_s - now_s) * share)
+            hear({"ends": part.name, "found": to_json(findings)})
 
 
 class _Probe:
@@ -116,9 +116,9 @@ class _Probe:
                 self._file.reader = new_reader(each.engine, each.depth, each.block_bytes)
 
     def _reads(self, until_s: float) -> ProbeFindings:
-        found = best_reads(self._file.loads_s, until_s)
-        self._read_by(found)
-        return ProbeFindings(reads=found)
+        best = best_reads(self._file.loads_s, until_s)
+        self._read_by(best)
+        return ProbeFindings(reads=best)
 
     def _products(self, kind: str, every_op: bool) -> Callable[[float], ProbeFindings]:
         def take(until_s: float) -> ProbeFindings:
@@ -129,9 +129,9 @@ class _Probe:
 
     def _attention(self, kv: str) -> Callable[[float], ProbeFindings]:
         def take(until_s: float) -> ProbeFindings:
-            found = kv_rates(kv, self._kernels, self._memory_bytes, self._tell, until_s)
+            rates = kv_rates(kv, self._kernels, self._memory_bytes, self._tell, until_s)
             self._loads.between()
-            return ProbeFindings(tuple(found))
+            return ProbeFindings(tuple(rates))
 
         return take
 
@@ -210,7 +210,7 @@ def _main(args: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, stop)
     folder, formats, kv_formats, seconds, *isa = args
     before = json.loads(sys.stdin.read() or "{}")
-    known = {name: from_json(ProbeFindings, found) for name, found in before.items()}
+    known = {name: from_json(ProbeFindings, findings) for name, findings in before.items()}
     reads = known[READS].reads if READS in known else ()
     how = float(seconds), known.keys(), reads, isa[0] if isa else None
     try:

@@ -130,43 +130,43 @@ class _Adam:
             weight -= step
 
 
-def rounded(found: Fitted, part: Part) -> Fitted:
+def rounded(fitted: Fitted, part: Part) -> Fitted:
     """The predictor with its matrices as they are in the format of its part."""
     hidden, neurons = part.block("hidden"), part.block("neurons")
-    n = found.neurons.shape[1]
-    first = decode(encode(found.hidden.T, hidden.format), hidden.rows, hidden.cols, hidden.format)
-    second = decode(encode(found.neurons.T, neurons.format, neurons.rows, neurons.cols), neurons.rows, neurons.cols,
+    n = fitted.neurons.shape[1]
+    first = decode(encode(fitted.hidden.T, hidden.format), hidden.rows, hidden.cols, hidden.format)
+    second = decode(encode(fitted.neurons.T, neurons.format, neurons.rows, neurons.cols), neurons.rows, neurons.cols,
                     neurons.format)  # fmt: skip
     return Fitted(
-        np.ascontiguousarray(first.T), found.hidden_bias, np.ascontiguousarray(second[:n].T), found.neurons_bias
+        np.ascontiguousarray(first.T), fitted.hidden_bias, np.ascontiguousarray(second[:n].T), fitted.neurons_bias
     )
 
 
-def with_recall(found: Fitted, heard: Heard, chosen: NDArray[np.intp], recall: float) -> Fitted:
+def with_recall(fitted: Fitted, heard: Heard, chosen: NDArray[np.intp], recall: float) -> Fitted:
     """The predictor with its threshold moved so that of what fires in the tokens with the numbers `chosen`, intp [n],
     the share `recall` is called active."""
     above = []
     for lo in range(0, len(chosen), 4 * BATCH):
         h, fired = heard.rows(chosen[lo : lo + 4 * BATCH])
-        above.append(found.scores(h)[fired != 0])
+        above.append(fitted.scores(h)[fired != 0])
     scores = np.concatenate(above) if above else np.zeros(0, np.float32)
     if not len(scores):
-        return found
+        return fitted
     # So many of the lowest scores may be missed. The threshold is just below the next one, for a score has to be above
     # it.
     missed = min(len(scores) - 1, int((1 - recall) * len(scores)))
     threshold = np.nextafter(np.partition(scores, missed)[missed], np.float32(-np.inf))
-    return Fitted(found.hidden, found.hidden_bias, found.neurons, found.neurons_bias - threshold)
+    return Fitted(fitted.hidden, fitted.hidden_bias, fitted.neurons, fitted.neurons_bias - threshold)
 
 
-def granule_of(found: Fitted, part: Part) -> Uint8:
+def granule_of(fitted: Fitted, part: Part) -> Uint8:
     """The predictor as its part's granule, uint8 [granule_bytes]."""
     granule = np.zeros(part.granule_bytes, np.uint8)
-    columns, n = part.block("neurons").rows, len(found.neurons_bias)
+    columns, n = part.block("neurons").rows, len(fitted.neurons_bias)
     bias = np.full(columns, _NEVER, np.float32)
-    bias[:n] = found.neurons_bias
+    bias[:n] = fitted.neurons_bias
     values: dict[str, NDArray[Any]] = {
-        "hidden": found.hidden.T, "neurons": found.neurons.T, "hidden_bias": found.hidden_bias, "neurons_bias": bias,
+        "hidden": fitted.hidden.T, "neurons": fitted.neurons.T, "hidden_bias": fitted.hidden_bias, "neurons_bias": bias,
     }  # fmt: skip
     for block in part.blocks:
         into = granule[block.offset : block.offset + block.nbytes]

@@ -241,10 +241,10 @@ def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) ->
 def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction, plan: Plan, batch: int) -> Band:
     """The error band of a prediction for this machine. No runs with a device are kept, so plans with a device have the
     usual band."""
-    found = Band() if GPU.executor in plan.tier_bytes() else band(runs(machine_file, machine), prediction, plan, batch)
+    seen = Band() if GPU.executor in plan.tier_bytes() else band(runs(machine_file, machine), prediction, plan, batch)
     if not machine.rough:
-        return found
-    return Band(*(width if width.known else replace(width, factor=_ROUGH) for width in (found.decode, found.ttft)))
+        return seen
+    return Band(*(width if width.known else replace(width, factor=_ROUGH) for width in (seen.decode, seen.ttft)))
 
 
 def _sparsity(plan: Plan) -> str:

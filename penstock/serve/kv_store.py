@@ -57,14 +57,14 @@ class KvStore:
         self._most, self._pages = limit_bytes // self._file_bytes, OrderedDict[bytes, None]()  # the oldest first
         with storage_errors("use", self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = []
+            files = []
             with os.scandir(self._folder) as entries:
                 for entry in entries:
                     if is_aside(entry.name):  # left by a process that was killed
                         os.unlink(entry.path)
                     elif _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
-        for _, name in sorted(found):
+                        files.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+        for _, name in sorted(files):
             self._pages[bytes.fromhex(name[:32])] = None
         self._shrink(self._most)
 
@@ -88,19 +88,19 @@ class KvStore:
         file = self._file(digest)
         with storage_errors("write", file), Output(file) as output:
             output.stream.write(bytes(_SUM_BYTES))
-            found = _sum(digest)
+            checksum = _sum(digest)
             for part in parts:
-                found.update(part.data)
+                checksum.update(part.data)
                 output.stream.write(part.data)
             output.stream.seek(0)
-            output.stream.write(found.digest())
+            output.stream.write(checksum.digest())
             output.commit()
         self._pages[digest] = None
 
     def load(self, digest: bytes, rooms: Parts) -> bool:
         """Reads a page into its place. False where it is not there or not what was written; then the place holds
         anything. Raises StorageFailed where the place is on a disk that fails."""
-        file, found = self._file(digest), _sum(digest)
+        file, checksum = self._file(digest), _sum(digest)
         try:
             with os.fdopen(open_regular(file), "rb", buffering=0) as stream:
                 right = os.fstat(stream.fileno()).st_size == self._file_bytes
@@ -108,8 +108,8 @@ class KvStore:
                 for part in rooms if right else ():
                     if not (right := _fill(stream.fileno(), part)):
                         break
-                    found.update(part.data)
-            right = right and expected == found.digest()
+                    checksum.update(part.data)
+            right = right and expected == checksum.digest()
         except (OSError, BrokenModel):
             right = False
         if right:

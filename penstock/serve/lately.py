@@ -150,7 +150,7 @@ def lately(machine: MachineSpec, seen: Iterable[Run], weights: str, sparsity: st
         for group, phases in of.items():
             mean = math.fsum(phase.figure_log_ratio for phase in phases) / len(phases)
             groups.setdefault(group, []).append(_Seen(mean, age_s, phases[-1].dominant.figure))
-    most, found, now = MOST_TIMES_ROUGH if machine.rough else MOST_TIMES, list[Taken](), machine
+    most, changes, now = MOST_TIMES_ROUGH if machine.rough else MOST_TIMES, list[Taken](), machine
     for (lane, fmt, term), each in groups.items():
         last = each[-RECENT:]
         values = [(one.log_ratio, 0.5 ** (one.age_s / HALF_LIFE_S)) for one in last]
@@ -162,9 +162,9 @@ def lately(machine: MachineSpec, seen: Iterable[Run], weights: str, sparsity: st
         figure, oldest_s = max(figures, key=figures.count), max(one.age_s for one in last)
         before, bounded = value(figure), abs(median) >= math.log(most)
         taken = Taken(lane, fmt, term, times, len(last), oldest_s, figure, before, before * times, bounded)
-        found.append(taken)
+        changes.append(taken)
         now = now.longer(taken.covers, times)
-    return Lately(machine, now, tuple(found))
+    return Lately(machine, now, tuple(changes))
 
 
 _Group = tuple[Lane, str, str]

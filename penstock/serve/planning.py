@@ -95,12 +95,12 @@ def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:
                 module = places[part.key, block.name].tensor.removesuffix(".weight")
                 kept = part.kind == "embed" or (part.kind == "head" and not how.head) or how.skips(module)
                 table[f"{part.key}.{block.name}"] = Format(spec.dtype) if kept else parse_format(how.kind)
-    found = mixture(table)
+    mixed = mixture(table)
     try:
-        parts(spec, found)
+        parts(spec, mixed)
     except BadRequest as error:
         raise UnsupportedModel(f"{where}: {error.message}") from None
-    return found
+    return mixed
 
 
 def plan(
@@ -142,10 +142,10 @@ def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
     if not (spec.fires and is_packed(model)):
         return None
     firing = by_profile(kept(model, spec))
-    found = _predictors(model, spec, sparsity)
-    if found is None:
+    predictors = _predictors(model, spec, sparsity)
+    if predictors is None:
         return firing
-    return replace(firing or expected(spec), foretold=foretold(found, spec))
+    return replace(firing or expected(spec), foretold=foretold(predictors, spec))
 
 
 def routers_of(model: Path, spec: ModelSpec, sparsity: str) -> RouterTrace | None:
@@ -158,8 +158,8 @@ def routers_of(model: Path, spec: ModelSpec, sparsity: str) -> RouterTrace | Non
     if not spec.fires:
         return None if profile is None else recorded(profile, spec)
     known = None if profile is None else firing(profile, orders_of(model, read_manifest(model), spec))
-    found = _predictors(model, spec, sparsity)
-    return known if found is None else called(spec, found, known)
+    predictors = _predictors(model, spec, sparsity)
+    return known if predictors is None else called(spec, predictors, known)
 
 
 def _predictors(model: Path, spec: ModelSpec, sparsity: str) -> Predictors | None:

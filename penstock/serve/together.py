@@ -49,18 +49,18 @@ class Together:
         before = session.bytes_moved()
         clock = DecodeClock(session)
         with closing(Service.of_whole_answers(engine, threaded=False, on_pass=clock.hear)) as service:
-            found = service.generate(self._prompts, [self._params.nth(i) for i in range(len(self._prompts))])
+            answers = service.generate(self._prompts, [self._params.nth(i) for i in range(len(self._prompts))])
         session.drain()
         moved: dict[str, int] = {lane: now - before.get(lane, 0) for lane, now in session.bytes_moved().items()}
-        ttft_s = max(answer.ttft_s for answer in found[: self.batch])
-        for answer in found:
+        ttft_s = max(answer.ttft_s for answer in answers[: self.batch])
+        for answer in answers:
             answer.batch, answer.batch_ttft_s, answer.bytes_moved = self.batch, ttft_s, moved
             answer.decode_s, answer.decode_tokens = clock.seconds, clock.tokens
             answer.decode_steps, answer.decode_disk_bytes = clock.passes, clock.disk_bytes
             answer.peak_host_bytes = session.peak_host_bytes + engine.tokenizer.peak_bytes
             answer.peak_device_bytes = session.peak_device_bytes
-        engine.last = found[-1]
-        return found
+        engine.last = answers[-1]
+        return answers
 
     def keep(self, answers: Sequence[Generation]) -> None:
         """Keeps the speed of this run beside its prediction (`Engine.keep`)."""

@@ -119,9 +119,9 @@ class Tokenizer:
     def token_bytes(self) -> list[str] | None:
         """The bytes that each id adds to a text, as Latin-1: "" for special ones, None where the tokenizer's tokens
         have no bytes of their own. Raises BrokenModel where that takes more than it may."""
-        found: list[str] | None
-        found = self._ask("token_bytes", [], self._limits.task("the bytes of its tokens", 16 * self.size))
-        return found
+        token_bytes: list[str] | None
+        token_bytes = self._ask("token_bytes", [], self._limits.task("the bytes of its tokens", 16 * self.size))
+        return token_bytes
 
     def stream(self, whole: bool = False, skip_special: bool = True) -> TextStream | Whole:
         """Makes text of one answer's ids. `whole`: no text is wanted before the end. `skip_special`: special tokens
@@ -141,12 +141,12 @@ class Tokenizer:
         least_s = min(each.task.cpu_s - each.task.spent_s for each in asking)
         task = replace(asking[0].task, cpu_s=least_s, spent_s=0.0)
         try:
-            found, _ = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
+            answers, _ = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
         except Exception:
             for each in asking:
                 each.alone = True
             return
-        for each, (progress, taken_s) in zip(asking, found, strict=True):
+        for each, (progress, taken_s) in zip(asking, answers, strict=True):
             each.prepare(progress, taken_s)
 
     def chat(self, messages: Sequence[template.Message], tools: Any = None) -> str:

@@ -137,16 +137,16 @@ def _hear(engine: Engine, layers: Sequence[int], ids: Sequence[int], on_progress
         for layer in layers
         for neurons in (spec.layers[layer].ffns[0].neurons,)
     }
-    at = dict.fromkeys(layers, 0)
+    written = dict.fromkeys(layers, 0)
 
     def heard(layer: int, h: NDArray[np.float32], fired: Uint8) -> None:
         if layer not in kept:
             return
-        rows = slice(at[layer], at[layer] + len(h))
+        rows = slice(written[layer], written[layer] + len(h))
         with np.errstate(over="ignore"):
             kept[layer].h[rows] = h
         kept[layer].fired[rows] = np.packbits(fired, axis=1)
-        at[layer] = rows.stop
+        written[layer] = rows.stop
 
     with engine.session.hearing.neurons(heard, by_place=True):
         for _ in read(engine, ids, on_progress):
@@ -213,12 +213,12 @@ def most_rank(spec: ModelSpec, weights: Format, layer: int) -> int:
     return min(MOST_RANK, max(RANK_STEP, int(each) // RANK_STEP * RANK_STEP))
 
 
-def _measured(found: Fitted, heard: Heard, chosen: NDArray[np.intp], layer: int, rank: int) -> LayerPredictor:
+def _measured(fitted: Fitted, heard: Heard, chosen: NDArray[np.intp], layer: int, rank: int) -> LayerPredictor:
     """What a predictor does on the tokens `chosen`, which come in whole runs."""
     counted, fires, hits, called = Fired(heard.neurons), 0, 0, 0
     for lo in range(0, len(chosen), RUN_TOKENS):
         h, fired = heard.rows(chosen[lo : lo + RUN_TOKENS])
-        active = (found.scores(h) > 0).astype(np.uint8)
+        active = (fitted.scores(h) > 0).astype(np.uint8)
         counted.rows(active)
         fires, called = fires + int(fired.sum(dtype=np.int64)), called + int(active.sum(dtype=np.int64))
         hits += int((fired & active).sum(dtype=np.int64))

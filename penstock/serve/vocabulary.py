@@ -113,8 +113,8 @@ class Vocabulary:
 
     def token_bytes(self) -> list[str] | None:
         """The bytes of each id as Latin-1, "" for special ones (`token_bytes.token_bytes`)."""
-        found = token_bytes(self._core, self._special, self._byte_tokens())
-        return None if found is None else [each.decode("latin-1") for each in found]
+        pieces = token_bytes(self._core, self._special, self._byte_tokens())
+        return None if pieces is None else [each.decode("latin-1") for each in pieces]
 
     def advance(self, window: list[int], out: int, out_text: str, at_end: bool) -> tuple[str, StreamState] | None:
         """The text that the last id of a stream's window completes, and the stream's new state. None where the text

@@ -193,13 +193,13 @@ class Checkpoint:
         if axis == 1:
             return self._whole(tensor, None)[:, numbers]
         order = np.argsort(numbers, kind="stable")
-        found = numbers[order]
+        rising = numbers[order]
         out: npt.NDArray[Any] | None = None
-        for lo, hi in _spans(found, max(1, tensor.nbytes // tensor.shape[0])):
-            rows = self._rows(tensor, int(found[lo]), int(found[hi - 1]) + 1)
+        for lo, hi in _spans(rising, max(1, tensor.nbytes // tensor.shape[0])):
+            rows = self._rows(tensor, int(rising[lo]), int(rising[hi - 1]) + 1)
             if out is None:
                 out = np.empty((len(numbers), *rows.shape[1:]), rows.dtype)
-            out[order[lo:hi]] = rows[found[lo:hi] - found[lo]]
+            out[order[lo:hi]] = rows[rising[lo:hi] - rising[lo]]
         assert out is not None
         return out
 
@@ -253,13 +253,13 @@ class Checkpoint:
             fd = self._fd(tensor.file)
             was_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)  # another thread may clear it meanwhile
             try:
-                found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
+                read_bytes = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
             except OSError as error:
                 if error.errno != errno.EINVAL or not was_direct:
                     raise
                 _bypass_cache(fd, False)
-                found = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
-            if found < offset + nbytes - first:
+                read_bytes = _native.read_into(fd, first, memory.ctypes.data, end - first, _READ_BYTES)
+            if read_bytes < offset + nbytes - first:
                 raise BrokenModel(f"{tensor.file} is truncated: tensor {quoted(tensor.name)} ends early")
             # Where reads are not direct: the page cache drops whole folios only, and reading ahead makes them large.
             # The last folio of the read before this one may reach into this one, so the range to drop begins one folio

@@ -42,14 +42,14 @@ def model_sha256(folder: Path) -> str:
     return hashlib.sha256(read_bytes(folder / manifests.FILE, manifests.MAX_BYTES)).hexdigest()
 
 
-def keep(found: Predictors, granules: Sequence[Granule], folder: Path, spec: ModelSpec) -> Path:
+def keep(predictors: Predictors, granules: Sequence[Granule], folder: Path, spec: ModelSpec) -> Path:
     """Writes predictors beside a packed model and returns their file. `granules`: of each layer the predictor's. Their
     checksums are worked out here. Raises StorageFailed."""
-    parts, file = found.parts(spec), folder / FILE
+    parts, file = predictors.parts(spec), folder / FILE
     sums = [_native.granule_sums(g.ctypes.data, 1, g.nbytes) for g in granules]
-    found = replace(found, sums=tuple(each.hex() for each in sums))
+    predictors = replace(predictors, sums=tuple(each.hex() for each in sums))
     with storage_errors("write", file), Output(file) as output:
-        output.stream.write(_header(found, parts))
+        output.stream.write(_header(predictors, parts))
         for granule in granules:
             output.stream.write(granule.data)
         output.commit()
@@ -70,10 +70,10 @@ def with_predictors(packed: Packed) -> Packed:
         raise BadRequest(f"{packed.folder} has no predictors, which --sparsity predict needs: {TRAIN}")
     predictors, data = _read(packed.folder, packed.spec)
     file, parts = packed.folder / FILE, {part.key: part for part in predictors.parts(packed.spec)}
-    locations, at = dict(packed.locations), data
+    locations, offset = dict(packed.locations), data
     for key, part in parts.items():
-        locations[key] = Location(len(packed.files), at, part.nbytes)
-        at += part.nbytes
+        locations[key] = Location(len(packed.files), offset, part.nbytes)
+        offset += part.nbytes
     files = (*packed.files, file)
     sums = None if packed.sums is None else packed.sums + b"".join(map(bytes.fromhex, predictors.sums))
     every = packed.parts | parts
@@ -108,14 +108,14 @@ def _read(folder: Path, spec: ModelSpec) -> tuple[Predictors, int]:
         body = json.dumps({k: v for k, v in data.items() if k != "sha256"}, indent=1, ensure_ascii=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BrokenModel(f"{file} is damaged: its header is not what was written; {again}") from None
-    found = spec_predictors.loads(body, str(file))
-    found.check(spec, str(file))
-    parts = found.parts(spec)
-    expected = _header(found, parts)
+    predictors = spec_predictors.loads(body, str(file))
+    predictors.check(spec, str(file))
+    parts = predictors.parts(spec)
+    expected = _header(predictors, parts)
     if header != expected[8:]:
         raise BrokenModel(f"{file} is damaged, or was changed: its header is not what was written; {again}")
     if file_bytes != len(expected) + sum(part.nbytes for part in parts):
         raise BrokenModel(f"{file} has {file_bytes} bytes, which is not what was written; {again}")
-    if found.model_sha256 != model_sha256(folder):
+    if predictors.model_sha256 != model_sha256(folder):
         raise BadRequest(f"{file} has the predictors of another packed model; {again}")
-    return found, len(expected)
+    return predictors, len(expected)

@@ -100,14 +100,14 @@ def combine(tensors: dict[str, TensorInfo], how: Quantization) -> tuple[dict[str
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
         if last == codes_name and (codes_name != "weight" or tensor.dtype in ("I8", "F8_E4M3")):
-            found = _pieces(tensors, stem, how)
-            for piece in found.tensors:
+            weight = _pieces(tensors, stem, how)
+            for piece in weight.tensors:
                 del kept[piece.name]
             whole = f"{stem}.weight"
             if whole in kept:
                 raise BrokenModel(f"{tensor.file} has both {quoted(name)} and {quoted(whole)}")
-            pieces[whole] = found
-            kept[whole] = TensorInfo(whole, how.kind.upper(), found.shape, tensor.file, tensor.offset, tensor.nbytes)
+            pieces[whole] = weight
+            kept[whole] = TensorInfo(whole, how.kind.upper(), weight.shape, tensor.file, tensor.offset, tensor.nbytes)
         elif last in _DROPPED:
             kept.pop(name, None)
     return kept, pieces
@@ -129,9 +129,9 @@ def _pieces(tensors: dict[str, TensorInfo], stem: str, how: Quantization) -> Pie
             f"{codes.file} lacks {quoted(f'{stem}.{zeros_name}')}, the zero points of {quoted(codes.name)}"
         )
     shape = _shape(codes, how)
-    found = Pieces(how, shape, codes, scales, zeros, tensors.get(f"{stem}.{order_name}"))
-    _check(found)
-    return found
+    pieces = Pieces(how, shape, codes, scales, zeros, tensors.get(f"{stem}.{order_name}"))
+    _check(pieces)
+    return pieces
 
 
 def _shape(codes: TensorInfo, how: Quantization) -> tuple[int, int]:
@@ -241,8 +241,8 @@ def rows_of(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:
             some = some if order is None else _permuted(some, order, bits)
             _put(codes[row : row + _TURNED], _in_order(some, bits))
     else:
-        found = read(pieces.codes, lo, hi)
-        _put(codes, (found ^ 0x80 if layout == "bytes" else found).view(np.uint32))
+        rows = read(pieces.codes, lo, hi)
+        _put(codes, (rows ^ 0x80 if layout == "bytes" else rows).view(np.uint32))
     scales = _words(pieces, read, lo, hi)
     raw[:, :, :header] = _blocked(scales, count * header).reshape(hi - lo, count, header)
     return raw.view(np.uint8).reshape(hi - lo, -1)
@@ -295,13 +295,13 @@ def _awq_words(words: Array) -> list[Array]:
     """uint32 [in, out / 8] of eight outputs each → for each of the eight the words of eight inputs, [in / 8, out /
     8]."""
     eights = words.reshape(len(words) // 8, 8, -1)
-    found = []
+    blocks = []
     for nth in range(8):
         out = np.zeros((len(eights), eights.shape[2]), np.uint32)
         for k in range(8):
             out |= (eights[:, k] >> np.uint32(4 * nth) & np.uint32(15)) << np.uint32(8 * (k % 4) + 4 * (k // 4))
-        found.append(out)
-    return found
+        blocks.append(out)
+    return blocks
 
 
 def _words(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:
@@ -337,8 +337,8 @@ def _by_row(pieces: Pieces, tensor: TensorInfo, read: Read, lo: int, hi: int) ->
         return np.repeat(read(tensor, 0, 1).reshape(1, -1), hi - lo, axis=0)
     rows = pieces.how.block_rows if pieces.how.block_rows > 1 else 1
     first = lo // rows
-    found = read(tensor, first, -(-hi // rows))
-    return found.reshape(len(found), -1)[np.arange(lo, hi) // rows - first]
+    packed_rows = read(tensor, first, -(-hi // rows))
+    return packed_rows.reshape(len(packed_rows), -1)[np.arange(lo, hi) // rows - first]
 
 
 def _zeros(pieces: Pieces, read: Read, lo: int, hi: int) -> Array:

@@ -95,7 +95,7 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
         pooling = chosen_pooling(asked.pooling, engine.pooling)
         answers = Answers(hold.loaded.service, 1, request.scope.get(OWNER, ""), desk.post())
         try:
-            found = await unless_gone(request, _gathered(answers, prompts, pooling, asked))
+            vectors = await unless_gone(request, _gathered(answers, prompts, pooling, asked))
         finally:
             answers.cancel()
             if SPEND in request.scope:
@@ -104,24 +104,24 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
         if cut:
             texts = "1 text was" if len(cut) == 1 else f"{len(cut)} texts were"
             notes.append(f"{texts} cut to the context of {plan.context} tokens, of up to {max(cut)}")
-        return Vectors(hold.loaded.name, found, sum(map(len, prompts)), "; ".join(notes) or None)
+        return Vectors(hold.loaded.name, vectors, sum(map(len, prompts)), "; ".join(notes) or None)
     finally:
         hold.end()
 
 
 async def _gathered(answers: Answers, prompts: Sequence[Ids], pooling: Pooling, asked: AskedVectors) -> list[Vector]:
     """The vectors in the order of the prompts. Where the queue is full of others, those that are under way go on."""
-    found: dict[int, Vector] = {}
+    vectors: dict[int, Vector] = {}
     begun = 0
 
     def begin() -> int:
         """Submits what may be under way. Raises QueueFull where nothing is."""
         number = begun
-        while number < len(prompts) and number - len(found) < _AT_ONCE:
+        while number < len(prompts) and number - len(vectors) < _AT_ONCE:
             try:
                 answers.submit(prompts[number].tolist(), pooling, asked.priority)
             except QueueFull:
-                if number == len(found):
+                if number == len(vectors):
                     raise
                 break
             number += 1
@@ -132,9 +132,9 @@ async def _gathered(answers: Answers, prompts: Sequence[Ids], pooling: Pooling, 
         if isinstance(piece, Generation):
             assert piece.embedding is not None
             whole, count = piece.embedding, asked.dimensions
-            found[index] = unit(whole, count) if asked.normalize else whole[:count]
+            vectors[index] = unit(whole, count) if asked.normalize else whole[:count]
             begun = begin()
-    return [found[i] for i in range(len(prompts))]
+    return [vectors[i] for i in range(len(prompts))]
 
 
 def numbers(vector: Vector) -> str:
@@ -147,27 +147,27 @@ def as_base64(vector: Vector) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def openai_body(found: Vectors, encoded: bool) -> dict[str, Any]:
+def openai_body(answer: Vectors, encoded: bool) -> dict[str, Any]:
     """The whole object of /v1/embeddings. For servers that have many vectors `openai_response` takes less memory."""
     data = [
         {"object": "embedding", "index": i, "embedding": as_base64(each) if encoded else json.loads(numbers(each))}
-        for i, each in enumerate(found.vectors)
+        for i, each in enumerate(answer.vectors)
     ]
-    return {"object": "list", "data": data, **found.about, "usage": _usage(found)}
+    return {"object": "list", "data": data, **answer.about, "usage": _usage(answer)}
 
 
-def openai_response(found: Vectors, encoded: bool) -> Response:
+def openai_response(answer: Vectors, encoded: bool) -> Response:
     """As `openai_body`, vector by vector."""
 
     def pieces() -> Iterator[str]:
         yield '{"object": "list", "data": ['
-        for i, each in enumerate(found.vectors):
+        for i, each in enumerate(answer.vectors):
             written = f'"{as_base64(each)}"' if encoded else numbers(each)
             yield f'{", " if i else ""}{{"object": "embedding", "index": {i}, "embedding": {written}}}'
-        yield "], " + json.dumps({**found.about, "usage": _usage(found)})[1:]
+        yield "], " + json.dumps({**answer.about, "usage": _usage(answer)})[1:]
 
     return StreamingResponse(pieces(), media_type="application/json")
 
 
-def _usage(found: Vectors) -> dict[str, int]:
-    return {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+def _usage(answer: Vectors) -> dict[str, int]:
+    return {"prompt_tokens": answer.prompt_tokens, "total_tokens": answer.prompt_tokens}

@@ -233,10 +233,10 @@ class Reading:
 
     def _may_begin(self, literal: str) -> Generator[None, str, bool]:
         """Takes this text if it comes next."""
-        if not (found := bool(literal) and (yield from self._begins(literal))):
+        if not (begins := bool(literal) and (yield from self._begins(literal))):
             return False
         self._text = self._text[len(literal) :]
-        return found
+        return begins
 
     def _skip_spaces(self) -> _Steps:
         while not (rest := self._text.lstrip()):

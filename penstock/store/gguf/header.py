@@ -70,15 +70,15 @@ class Strings:
 
     def texts(self) -> list[str]:
         """All strings. Raises BrokenModel for one that is no UTF-8."""
-        data, at, found = self._data, 0, []
+        data, offset, strings = self._data, 0, []
         try:
             for _ in range(self._count):
-                begin = at + 8
-                at = begin + int.from_bytes(data[at:begin], "little")
-                found.append(data[begin:at].decode())
+                begin = offset + 8
+                offset = begin + int.from_bytes(data[offset:begin], "little")
+                strings.append(data[begin:offset].decode())
         except UnicodeDecodeError:
-            raise BrokenModel(f"{self._where} {len(found)} is not UTF-8") from None
-        return found
+            raise BrokenModel(f"{self._where} {len(strings)} is not UTF-8") from None
+        return strings
 
 
 class GgufHeader(NamedTuple):
@@ -136,14 +136,14 @@ class _Walk:
                 raise self._broken(f"has the metadata {quoted(key)} twice")
             metadata[key] = self._value(self._number("I"), quoted(key))
         alignment = self._alignment(metadata)
-        found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        of_name: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         for i in range(tensors):
             name = self._text(_MAX_NAME_BYTES, f"the name of tensor {i}")
-            if name in found:
+            if name in of_name:
                 raise self._broken(f"has the tensor {quoted(name)} twice")
-            found[name] = self._tensor(quoted(name), alignment)
+            of_name[name] = self._tensor(quoted(name), alignment)
         data_offset = -(-self._at // alignment) * alignment
-        infos = {name: self._info(name, data_offset, *found[name]) for name in found}
+        infos = {name: self._info(name, data_offset, *of_name[name]) for name in of_name}
         refuse_overlaps(infos, self._file)
         return GgufHeader(metadata, infos, data_offset, self._file_bytes)
 
@@ -197,17 +197,17 @@ class _Walk:
         self._require(8 * count, where)
         if count > MAX_STRINGS:
             raise self._broken(f"has the metadata {where} with {count} strings; at most {MAX_STRINGS} make sense")
-        begin = at = self._at
+        begin = offset = self._at
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if at + 8 > len(self._data):
-                self._read_to(at + 8, where)
-            at += 8 + unpack(self._data, at)[0]
-            if at > self._file_bytes:
+            if offset + 8 > len(self._data):
+                self._read_to(offset + 8, where)
+            offset += 8 + unpack(self._data, offset)[0]
+            if offset > self._file_bytes:
                 raise self._broken(f"is truncated, or a string of the metadata {where} claims to be too long")
-        self._read_to(at, where)
-        self._at = at
-        return Strings(self._data[begin:at], count, f"{self._file}: {where}, string")
+        self._read_to(offset, where)
+        self._at = offset
+        return Strings(self._data[begin:offset], count, f"{self._file}: {where}, string")
 
     def _tensor(self, name: str, alignment: int) -> tuple[str, tuple[int, ...], int, int]:
         """(number format, shape, offset, bytes) of a tensor. `name`: quoted."""

@@ -87,15 +87,15 @@ class DeviceTables:
             offset += self._rows
         self._all.copy_(self._staged, non_blocking=True)
         if pages != self._of_pages:
-            for row, found in enumerate(pages):
-                self._staged_pages[row, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            for row, ids in enumerate(pages):
+                self._staged_pages[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
             self.pages.copy_(self._staged_pages, non_blocking=True)
             self._of_pages = pages
         if fresh != self._of_fresh:
             self.fresh_pages.zero_()
-            for row, found in enumerate(fresh):
-                first = torch.arange(len(found), dtype=torch.int32, device=self._device)
-                self.fresh_pages[row, : len(found)] = first + found[0]  # consecutive, so nothing has to cross the link
+            for row, ids in enumerate(fresh):
+                first = torch.arange(len(ids), dtype=torch.int32, device=self._device)
+                self.fresh_pages[row, : len(ids)] = first + ids[0]  # consecutive, so nothing has to cross the link
             self._of_fresh = fresh
         self._batch = batch
         self._turned.clear()

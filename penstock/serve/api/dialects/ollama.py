@@ -116,17 +116,17 @@ class OllamaMessage(Sent):
 
     def plain(self, call: str) -> dict[str, Any]:
         """The message as chat templates take it. `call`: the id of the call that a tool's message answers."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.thinking:
-            found["reasoning_content"] = self.thinking
+            message["reasoning_content"] = self.thinking
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {"id": each.id or each.function.name, "function": each.function.model_dump(exclude={"index"})}
                 for each in self.tool_calls
             ]
         if self.role == "tool":
-            found |= {"tool_call_id": self.tool_call_id or self.tool_name or call, "name": self.tool_name or call}
-        return found
+            message |= {"tool_call_id": self.tool_call_id or self.tool_name or call, "name": self.tool_name or call}
+        return message
 
 
 class OllamaChat(_Asked):
@@ -137,12 +137,12 @@ class OllamaChat(_Asked):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them. A tool's message without a name answers the last call."""
-        found, call = [], ""
+        messages, call = [], ""
         for message in self.messages:
-            found.append(message.plain(call))
+            messages.append(message.plain(call))
             if message.tool_calls:
                 call = message.tool_calls[-1].function.name
-        return found
+        return messages
 
 
 class OllamaGenerate(_Asked):
@@ -249,14 +249,14 @@ def _json_line(body: dict[str, Any]) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode() + b"\n"
 
 
-def _vectors_body(found: Vectors, before: str, after: str, more: dict[str, Any]) -> Response:
+def _vectors_body(answer: Vectors, before: str, after: str, more: dict[str, Any]) -> Response:
     """An object with the vectors between two texts, and with other fields, vector by vector."""
 
     def pieces() -> Iterator[str]:
         yield "{" + before
-        for i, each in enumerate(found.vectors):
+        for i, each in enumerate(answer.vectors):
             yield (", " if i else "") + numbers(each)
-        yield after + json.dumps({**found.about, **more})[1:]
+        yield after + json.dumps({**answer.about, **more})[1:]
 
     return StreamingResponse(pieces(), media_type="application/json")
 
@@ -319,17 +319,17 @@ def routes(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
         if not inputs or inputs == [""]:
             return await loaded(body, {"embeddings": []})
         asked = vectors(body, inputs, dimensions=body.dimensions or None, cuts=body.truncate)
-        found = await embedded(desk, request, asked)
+        answer = await embedded(desk, request, asked)
         took = {"total_duration": round((time.perf_counter() - begin_s) * 1e9), "load_duration": 0}
-        return _vectors_body(found, '"embeddings": [', "], ", {**took, "prompt_eval_count": found.prompt_tokens})
+        return _vectors_body(answer, '"embeddings": [', "], ", {**took, "prompt_eval_count": answer.prompt_tokens})
 
     @app.post("/api/embeddings")
     async def embedding(body: OllamaEmbedding, request: Request) -> Response:
         """Ollama leaves these at the length that they have."""
         if not body.prompt:
             return await loaded(body, {"embedding": []})
-        found = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=body.truncate))
-        return _vectors_body(found, '"embedding": ', ", ", {})
+        answer = await embedded(desk, request, vectors(body, [body.prompt], normalize=False, cuts=body.truncate))
+        return _vectors_body(answer, '"embedding": ', ", ", {})
 
     def details(name: str) -> dict[str, Any]:
         now = shelf.now
