@@ -119,6 +119,19 @@ class KvLayout:
         ]
         return sum(nbytes * seqs for nbytes, seqs in counts), sum(seqs for _, seqs in counts)
 
+    def loaded_bytes(self, batches: Sequence[Batch], from_disk: bool = False) -> int:
+        """Bytes of K and V that come to where the batches' attention runs. `from_disk`: from homes on disks alone."""
+        total, known = 0, dict[tuple[int, int, KvHome], int]()
+        for i, batch in enumerate(batches):
+            for layer, of in enumerate(self.plan.target.spec.layers):
+                home = self.home(layer, batch)
+                if home.home != home.attend and (not from_disk or is_disk(home.home)):
+                    key = i, id(of.attention), home
+                    if key not in known:
+                        known[key] = 2 * self.moved(layer, batch, save=False)[0]
+                    total += known[key]
+        return total
+
     def fresh(self, batch: Batch) -> FreshRows:
         """How K and V of the batch's rows lie apart from the cache."""
         return fresh_rows(batch, self.plan.page_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from penstock.planner.bound import score_s
@@ -21,6 +22,7 @@ class Candidate(NamedTuple):
     reasons         a sentence for each choice
     cannot_run      why the runtime cannot run the plan yet, in a few words; "" if it can. Such a plan is compared only
     lossy           how the plan changes the model's answers; "" if it does not. A lossy plan is never chosen by itself
+    also            names of other strategies that came to the same plan
     """
 
     strategy: str
@@ -28,11 +30,26 @@ class Candidate(NamedTuple):
     reasons: tuple[str, ...]
     cannot_run: str = ""
     lossy: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def may_be_chosen(self) -> bool:
         """Whether the runtime can run the plan, and its answers are the model's."""
         return not self.lossy and not self.cannot_run
+
+
+def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Each plan once, by the first of its names. A strategy that finds its plan in several ways has one name."""
+    kept: list[Candidate] = []
+    for each in candidates:
+        for i, other in enumerate(kept):
+            if (other.plan, other.cannot_run, other.lossy) == (each.plan, each.cannot_run, each.lossy):
+                if each.strategy not in (other.strategy, *other.also):
+                    kept[i] = other._replace(also=(*other.also, each.strategy))
+                break
+        else:
+            kept.append(each)
+    return kept
 
 
 class Compared(NamedTuple):

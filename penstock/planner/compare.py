@@ -55,6 +55,7 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
     return [
         {
             "strategy": candidate.strategy,
+            "also": candidate.also,
             "decode_tokens_per_s": p.decode_tokens_per_s,
             "ttft_s": p.ttft_s,
             "bound_by": p.bound_by,
@@ -70,10 +71,12 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:
-    """A name for each candidate: its strategy. If several have the same one, details are added that tell them apart."""
+    """A name for each candidate: its strategy, and others that came to the same plan. If several plans have the same
+    strategy, details are added that tell them apart."""
     strategies = [candidate.strategy for candidate in candidates]
     return [
-        strategy if strategies.count(strategy) == 1 else f"{strategy}, {_details(candidate.plan)}"
+        (strategy if strategies.count(strategy) == 1 else f"{strategy}, {_details(candidate.plan)}")
+        + (f" (so too: {'; '.join(candidate.also)})" if candidate.also else "")
         for strategy, candidate in zip(strategies, candidates, strict=True)
     ]
 

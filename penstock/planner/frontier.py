@@ -1,12 +1,13 @@
 """The frontier of throughput: seconds that a block of sequences takes, against tokens a second (FlexGen, Figure 1).
 
 A larger block takes longer, and what streams crosses for more tokens. The points are those that no other point beats in
-both. Beside each stand the bytes that cross into memories where the plan computes, a token, and the fewest bytes that
-any order of computing could do with.
+both. Beside each stand the bytes of weights and KV that cross into memories where the plan computes, a token, and the
+fewest bytes that any order could do with, where the same parts are computed by the same executors.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 from penstock.planner.bound import sequences
 from penstock.planner.candidate import Compared
 from penstock.planner.explain import limits, rate
-from penstock.planner.shorten import streamed
+from penstock.planner.predict import half_way
+from penstock.planner.shorten import kv_moved, streamed
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import HOST, Tier
-from penstock.spec.plan import KvHome, Plan
+from penstock.spec.parts import head_key
+from penstock.spec.places import HOST, Executor, Tier
+from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
 # Each further ask has so many times fewer sequences, and takes as long as a plan of its own.
@@ -77,48 +80,60 @@ def point(compared: Compared, ask: Ask, memories: Mapping[Tier, int]) -> Point:
     """The point of a plan with its prediction. `memories`: tier → limit in bytes."""
     candidate, prediction = compared
     plan, seqs = candidate.plan, sequences(candidate.plan, ask)
-    spec, parts = plan.target.spec, plan.parts
-    # Of FFNs whose neurons fire, no token needs all. A part that the plan computes in RAM is near there.
-    whole = ("attn",) if spec.fires else ("attn", "ffn", "shared")
-    weights_bytes = sum(part.nbytes for part in parts.values() if part.kind in whole)
-    near = {plan.main, *(unit.executor("decode") for unit in plan.units if parts[unit.part].kind in whole)}
-    near_bytes = sum(memories[executor] for executor in near)
+    weights_bytes, kv_bytes = needed_bytes(plan, ask)
+    least = 0.0
+    for executor in {*weights_bytes, *kv_bytes}:
+        near_bytes = memories[executor] - (plan.process_bytes if executor == HOST else plan.context_bytes)
+        least += least_bytes(weights_bytes[executor], near_bytes, ask.batch, kv_bytes[executor])
     return Point(
         candidate.strategy, seqs, prediction.total_s, seqs * ask.output_tokens / prediction.total_s,
-        moved_bytes(compared, ask), least_bytes(weights_bytes, near_bytes, ask.batch),
+        moved_bytes(compared, ask), least,
     )  # fmt: skip
 
 
-def least_bytes(weights_bytes: int, near_bytes: int, seqs: int) -> float:
-    """The fewest bytes of weights a token that any order of computing moves into a memory of `near_bytes`, if every
-    token of `seqs` sequences needs all of the weights.
+def needed_bytes(plan: Plan, ask: Ask) -> tuple[Counter[Executor], Counter[Executor]]:
+    """(executor → bytes of weights that it needs for every token, executor → bytes of KV of one sequence that it
+    attends to half-way through the output). Of FFNs whose neurons fire, and of experts, no token needs all, so they
+    are left out."""
+    spec, parts = plan.target.spec, plan.parts
+    whole = ("attn",) if spec.fires else ("attn", "ffn", "shared")
+    weights_bytes, kv_bytes = Counter[Executor](), Counter[Executor]()
+    for unit in plan.units:
+        part = parts[unit.part]
+        if part.kind in whole or part.key == head_key(spec):
+            weights_bytes[unit.executor("decode")] += (unit.hi - unit.lo) * part.granule_bytes
+    tokens = half_way(plan, ask).batches[0].start[0]
+    values = (1 + plan.value_share) / 2  # of sparse attention, all of K and a share of V
+    for home in plan.kv:
+        share = (home.seqs[1] - home.seqs[0]) / (plan.batch_seqs * plan.batches_per_pass)
+        for layer in spec.layers[slice(*home.layers)]:
+            a = layer.attention
+            seen = min(tokens, a.window or tokens)
+            kv_bytes[home.attend] += int(share * values * seen * 2 * a.kv_heads * home.format.kv_bytes(a.head_dim))
+    return weights_bytes, kv_bytes
 
-    Take any time in which fewer bytes are moved than the weights less the memory. The bytes that were in the memory
-    then, and those that came, are fewer than all weights. So no sequence got through all layers of a token in that
-    time, whatever the order.
+
+def least_bytes(weights_bytes: int, near_bytes: int, seqs: int, kv_bytes: int = 0) -> float:
+    """The fewest bytes a token that any order of decoding moves into a memory of `near_bytes`, if every token of `seqs`
+    sequences needs all of the weights there, and `kv_bytes` of its own sequence.
+
+    Cut the time into pieces. A piece ends as soon as any sequence has got through as many layers as a token has. By
+    then all weights were needed, and no sequence has got more than a token: together they got p tokens, from 1 to
+    `seqs`, and needed p times the KV. What was there at the beginning is no more than the memory. So at least
+    weights + p · KV - memory came, for p tokens. For a token that is least with all sequences if the weights alone are
+    more than the memory, and else with one.
     """
-    return max(0, weights_bytes - near_bytes) / seqs
+    return min(max(0, weights_bytes + p * kv_bytes - near_bytes) / p for p in (1, seqs))
 
 
 def moved_bytes(compared: Compared, ask: Ask) -> float:
-    """Bytes that a decode pass moves into memories where the plan computes, a token: weights that stream, and KV that
-    is attended elsewhere than at home."""
-    plan = compared.candidate.plan
+    """Bytes that a decode pass moves into memories where the plan computes, a token: weights that stream, experts that
+    caches miss, and KV that is attended elsewhere than at home."""
+    plan, prediction = compared.candidate.plan, compared.prediction
     if plan.main == HOST:
-        return compared.prediction.disk_bytes_per_token
-    seqs = sequences(plan, ask)
-    tokens = min(ask.prompt_tokens + ask.output_tokens // 2, plan.context)
-    kv = sum(_kv_bytes(plan, home, tokens) for home in plan.kv if home.attend != home.home)
-    return sum(streamed(plan).values()) / seqs + kv
-
-
-def _kv_bytes(plan: Plan, home: KvHome, tokens: int) -> float:
-    """Bytes of KV of one sequence of so many tokens, in the layers of `home`. If `home` has only some of the sequences,
-    it is the average over all."""
-    lo, hi = home.layers
-    attention = [layer.attention for layer in plan.target.spec.layers[lo:hi]]
-    a_token = sum(2 * a.kv_heads * home.format.kv_bytes(a.head_dim) for a in attention)
-    return tokens * a_token * (home.seqs[1] - home.seqs[0]) / (plan.batch_seqs * plan.batches_per_pass)
+        return prediction.disk_bytes_per_token
+    experts = prediction.experts.loaded_bytes if prediction.experts is not None else 0.0
+    return (sum(streamed(plan).values()) + kv_moved(plan, ask)) / sequences(plan, ask) + experts
 
 
 def table(points: Sequence[Point]) -> str:

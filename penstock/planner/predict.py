@@ -206,6 +206,11 @@ def reads_short(plan: Plan, ask: Ask) -> bool:
     return any(p.purpose != "prefill" for p, _ in _wanted(plan, ask)[1])
 
 
+def half_way(plan: Plan, ask: Ask) -> Pass:
+    """A decode pass of all sequences that the plan takes at once, half-way through the output."""
+    return _wanted(plan, ask)[2]
+
+
 def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int]], Pass]:
     """(sequences, passes that read the prompts with how many each stands for, a decode pass half-way through the
     output)."""

@@ -18,8 +18,8 @@ from itertools import pairwise, tee
 from math import ceil
 from typing import NamedTuple
 
-from penstock.graph.arenas import gathers
-from penstock.planner.predict import ExpertUse, Prediction, Spread, lowered, predict
+from penstock.graph.arenas import Layout, gathers
+from penstock.planner.predict import ExpertUse, Prediction, Spread, half_way, lowered, predict
 from penstock.planner.routing import RouterTrace
 from penstock.planner.simulate import Lowered
 from penstock.spec.ask import Ask
@@ -264,6 +264,14 @@ def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> di
     return layer_bytes
 
 
+def kv_moved(plan: Plan, ask: Ask, from_disk: bool = False) -> int:
+    """Bytes of KV that a decode pass half-way through the output brings to where attention runs. `from_disk`: only
+    bytes that come from disks."""
+    if not any(is_disk(home.home) if from_disk else home.home != home.attend for home in plan.kv):
+        return 0
+    return Layout(plan).kv.loaded_bytes(half_way(plan, ask).batches, from_disk)
+
+
 def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan: Plan, ask: Ask) -> Prediction:
     """The prediction of the whole plan, from that of the shortest plan (`near`) and those of longer ones. Seconds are a
     line over the layers of each run: to `near`'s seconds, the difference to each longer plan is added `share` times.
@@ -291,6 +299,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         return line(lambda p: of(p.experts) if p.experts is not None else 0.0)
 
     loaded_bytes = of_experts(lambda use: use.loaded_bytes)
+    moved_bytes = sum(streamed(plan, from_disk=True).values()) + kv_moved(plan, ask, from_disk=True)
     use = None
     if near.experts is not None:
         use = ExpertUse(
@@ -306,7 +315,7 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
-        disk_bytes_per_token=sum(streamed(plan, from_disk=True).values()) / seqs + fetched + loaded_bytes,
+        disk_bytes_per_token=moved_bytes / seqs + fetched + loaded_bytes,
         peak_host_bytes=tier_bytes[HOST],
         peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=Spread(

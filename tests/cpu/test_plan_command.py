@@ -66,7 +66,7 @@ def test_all_that_was_compared(machine: Path, model: Path, capsys: pytest.Captur
     flags = ("plan", model, "--machine", machine, "--resident", "300KiB")
     compared = call(*flags).report["compared"]
     fields = {"strategy", "decode_tokens_per_s", "ttft_s", "bound_by", "lane_share", "tier_bytes", "weights_bytes"}
-    assert compared and all(set(each) == {*fields, "cannot_run", "lossy", "reasons"} for each in compared)
+    assert compared and all(set(each) == {*fields, "also", "cannot_run", "lossy", "reasons"} for each in compared)
     assert compared[0]["strategy"] == call(*flags).report["strategy"]
     shown, silent = (here(capsys, *flags, *more).out for more in (("--compare",), ()))
     assert shown.startswith(silent) and "compared, the chosen first" in shown

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import pytest
 
 from penstock.planner.bound import score_s
-from penstock.planner.candidate import Compared
+from penstock.planner.candidate import Compared, distinct
 from penstock.planner.compare import bytes_per_tier, comparison, to_json
 from penstock.planner.explain import rate
 from penstock.planner.homes import weights_bytes
@@ -34,7 +35,7 @@ def beside_a_device() -> Solved:
     compared = [Compared(c, quick(c.plan, BESIDE, WITH_DEVICE, spread=False)) for c in found]
     best = max(compared, key=lambda each: each.prediction.decode_tokens_per_s)
     rest = tuple(each for each in compared if each is not best)
-    strategy, plan, reasons, _, _ = best.candidate
+    strategy, plan, reasons, *_ = best.candidate
     return Solved(plan, best.prediction, reasons, strategy, (best, *rest))
 
 
@@ -69,6 +70,23 @@ def test_plans_of_one_strategy_are_told_apart() -> None:
     lines = comparison(solved).splitlines()[1:]
     assert len(lines) > 1
     assert len({line.split("  ")[0] for line in lines}) == len(lines) and "ring " in lines[0]
+
+
+def test_each_plan_once() -> None:
+    """FlexGen's modes often come to the same policy, and strategies to the same plan: one row then, with all names."""
+    first, second, *_ = (each.candidate for each in beside_a_device().compared)
+    found = [first, second, first._replace(reasons=()), second._replace(strategy="other"), second]
+    assert distinct(found) == [first, second._replace(also=("other",))]
+    refused = first._replace(cannot_run="not yet")
+    assert distinct([first, refused]) == [first, refused]
+    shown = comparison(replace(beside_a_device(), compared=tuple(
+        each._replace(candidate=each.candidate._replace(also=("other", "third")))
+        for each in beside_a_device().compared[:1]
+    )))  # fmt: skip
+    assert f"{first.strategy} (so too: other; third)" in shown
+    ask = settle_context(replace(BESIDE, objective="throughput", batch=32, context=256, prompt_tokens=64), LLAMA_1B)
+    plans = [each.candidate.plan for each in solve(ask, LLAMA_1B, BF16, WITH_DEVICE, every=True).compared]
+    assert len(plans) > 6 and all(a != b for a, b in combinations(plans, 2))
 
 
 def test_what_is_only_planned_says_why() -> None:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from penstock.errors import BadRequest, DoesNotFit
 from penstock.planner.bound import least_score_s
-from penstock.planner.candidate import WHOLE, Candidate, Compared
+from penstock.planner.candidate import WHOLE, Candidate, Compared, distinct
 from penstock.planner.firing import Firing, check_sparsity
 from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import Prediction, reads_short
@@ -38,7 +38,7 @@ class Solved:
     plan, prediction  the best plan that the runtime runs, and its prediction
     reasons         a sentence for each choice in the plan
     strategy        the name of the plan's strategy
-    compared        every candidate that was simulated: the plan first, the others ranked
+    compared        every candidate that was simulated, each plan once: the chosen one first, the others ranked
     not_yet         candidates that would be better than the plan, but that this version cannot run
     tasks           those of the plan's prediction, if they were to be kept
     """
@@ -158,7 +158,7 @@ def solve(
         raise BadRequest(f"weights in {weights.name} run without a device in this version")
     problem = Problem(ask, spec, weights, machine, trace, firing)
     bounded = []
-    for candidate in candidates(problem, every, may_plan):
+    for candidate in distinct(candidates(problem, every, may_plan)):
         plan = on_disks(candidate.plan, disks or {})
         bounded.append((least_score_s(plan, ask, problem.cost), candidate._replace(plan=plan)))
     bounded.sort(key=lambda entry: entry[0])  # the most promising first, so that it settles most of the others
@@ -176,7 +176,7 @@ def solve(
     chosen = ranked(rivals, ask)[0]
     others = [each for each in ranked(compared, ask) if each is not chosen]
     better = (each for each in others if each.score_s(ask) < chosen.score_s(ask))
-    strategy, plan, reasons, _, _ = chosen.candidate
+    strategy, plan, reasons, *_ = chosen.candidate
     prediction, told = chosen.prediction, tuple[str, ...]()
     if problem.has_device and not problem.spec.is_routed:
         from penstock.planner.solve.scheinfer.rows import with_short_prompts
