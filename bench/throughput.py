@@ -16,18 +16,21 @@ prompts too. Shares and quotients are medians of what each round gives. GB are 1
 `timed`        rivals as plans, where every task is a wait (`bench.throughput_timed`)
 `kv`           the bundled model's perplexity with KV in int4 over that with KV in float16
 
-The last line is one JSON object.
+A peer that cannot be imported is named before anything is measured, and its figures are null. The last line is one
+JSON object. It has what was measured up to there, too, where something fails or the bench is stopped; `failed` says
+why then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from bench.cgroup import whole_pages
 from bench.cpu import spread
 from bench.offload_engines import tell
 from bench.peers import WorkerEnded
-from bench.throughput_engines import BlockEngines, Figures, answered, line
+from bench.throughput_engines import BlockEngines, Figures, absent, answered, line
 from bench.throughput_policies import Policies, Policy, distinct
 from penstock.runtime import host
 from penstock.runtime.probe import load_or_probe
@@ -51,16 +54,18 @@ SETTINGS = {
     "1b_0.6": ("1b", 0.6, Ask(prompt_tokens=512, output_tokens=32, batch=24, context=544, kv="int4")),
     "1b_bf16_1.6": ("1b_bf16", 1.6, Ask(prompt_tokens=512, output_tokens=32, batch=24, context=544, kv="int4")),
 }
+# The peers of each setting, in the order of their turns.
+PEERS = {"8b_2.86": ("single_stream", "llamacpp"), "1b_0.6": ("row_by_row",), "1b_bf16_1.6": ("accelerate",)}
 SINGLE_TOKENS, LLAMACPP_STEPS, ACCELERATE_STEPS = 6, 2, 3
 ROW_BY_ROW = 2  # of the sizes that are predicted best
 SHARES = (0.8, 0.5, 0.15)  # of the limit, that accelerate keeps of the weights: whatever lives, the fastest counts
 
 
 class Setting:
-    """One shape within one limit, and what each round gives. `peers`: turns beside ours, by name."""
+    """One shape within one limit, and what each round gives. `without`: peers that cannot run here."""
 
-    def __init__(self, engines: BlockEngines, name: str, steps: int = 0) -> None:
-        self.engines, self.name, self.steps = engines, name, steps
+    def __init__(self, engines: BlockEngines, name: str, steps: int = 0, without: Collection[str] = ()) -> None:
+        self.engines, self.name, self.steps, self._without = engines, name, steps, without
         self.shape, gb, ask = SETTINGS[name]
         self.limit = whole_pages(round(gb * 1e9))
         self.ask = Ask(**{**_fields(ask), "host_memory_bytes": self.limit, "objective": "throughput"})
@@ -68,44 +73,71 @@ class Setting:
         self.policies = Policies(open_packed(engines.packed(self.shape)), self.ask, _figures(engines))
         self.chosen = self.policies.chosen()
         self.errors: list[float] = []
-        self.facts: Figures = {}
+        self._rounds: list[Figures] = []
+        self._seconds: dict[str, list[float]] = {}  # a token, of each policy
         self._size: tuple[int, int] | None = None  # sequences of the peer; bytes of weights that it keeps
 
-    def measure(self, rounds: int) -> Figures:
-        peers: dict[str, Callable[[], Figures]] = {
-            "8b_2.86": {"single_stream": self._single, "llamacpp": self._llamacpp},
-            "1b_0.6": {"row_by_row": self._rows},
-            "1b_bf16_1.6": {"accelerate": self._accelerate},
-        }[self.name]
-        found = []
+    def measure(self, rounds: int) -> None:
+        """All turns of so many rounds. `figures` has what was measured, at any time."""
+        turns: dict[str, Callable[[], Figures]] = {
+            "single_stream": self._single,
+            "llamacpp": self._llamacpp,
+            "row_by_row": self._rows,
+            "accelerate": self._accelerate,
+        }
+        peers = [peer for peer in PEERS[self.name] if peer not in self._without]
         for i in range(rounds):
-            turns: list[tuple[str, Callable[[], Figures]]] = [("ours", self.ours), *peers.items()]
-            taken = {name: turn() for name, turn in (turns if i % 2 == 0 else reversed(turns))}
-            row = {**taken.pop("ours"), "peers": taken}
-            for name, figures in taken.items():
-                row[f"vs_{name}"] = row["decode_tokens_per_s"] / figures["decode_tokens_per_s"]
-                tell(f"{self.name} beside {name}: {row[f'vs_{name}']:.2f} × {figures['decode_tokens_per_s']:.3f}")
-            found.append(row)
-        return {**_medians(found), **self.facts, "by_round": found}
+            row: Figures = {"peers": dict.fromkeys(PEERS[self.name])}
+            self._rounds.append(row)
+            for name in ("ours", *peers) if i % 2 == 0 else reversed(("ours", *peers)):
+                if name == "ours":
+                    row |= self.ours()
+                else:
+                    row["peers"][name] = self._peer(name, turns[name])
+            for name in PEERS[self.name]:
+                row[f"vs_{name}"] = vs = beside(row, name)
+                if vs is not None:
+                    rate = row["peers"][name]["decode_tokens_per_s"]
+                    tell(f"{self.name} beside {name}: {vs:.2f} × {rate:.3f}")
+
+    def figures(self) -> Figures:
+        """Medians of the rounds in which ours has run; what is not there is None."""
+        whole = [row for row in self._rounds if "decode_tokens_per_s" in row]
+        if not whole:
+            return {"by_round": self._rounds}
+        found = [{**row, **{f"vs_{name}": beside(row, name) for name in PEERS[self.name]}} for row in whole]
+        return {**medians(found), "by_round": self._rounds}
+
+    def _peer(self, name: str, turn: Callable[[], Figures]) -> Figures | None:
+        """A peer's turn. None where it ended before it answered: ours is told all the same."""
+        try:
+            return turn()
+        except WorkerEnded as ended:
+            tell(f"{self.name}, {name}: {ended}")
+            return None
 
     def ours(self) -> Figures:
         return self._run(self.chosen)
 
-    def regret(self, rounds: int, most: int | None) -> Figures:
-        """All policies, in turns, the chosen one among them."""
+    def regret(self, rounds: int, most: int | None) -> None:
+        """All policies, in turns, the chosen one among them. `regrets` has what was measured, at any time."""
         policies = [self.chosen, *self.policies.others(), *self.policies.row_by_row(1), *self.policies.compared()]
         policies = distinct(policies)[:most]
-        seconds: dict[str, list[float]] = {policy.name: [] for policy in policies}
         for i in range(rounds):
             for policy in policies if i % 2 == 0 else reversed(policies):
-                seconds[policy.name].append(self._run(policy)["s_per_token"])
-        medians = {name: statistics.median(column) for name, column in seconds.items()}
-        fastest = min(medians, key=lambda name: medians[name])
+                self._seconds.setdefault(policy.name, []).append(self._run(policy)["s_per_token"])
+
+    def regrets(self) -> Figures:
+        """Of the policies that have run."""
+        by_name = {name: statistics.median(column) for name, column in self._seconds.items()}
+        if "chosen" not in by_name:
+            return {"policies": by_name}
+        fastest = min(by_name, key=lambda name: by_name[name])
         return {
-            "policies": medians,
-            "policy_regret": medians["chosen"] / medians[fastest] - 1,
+            "policies": by_name,
+            "policy_regret": by_name["chosen"] / by_name[fastest] - 1,
             "fastest": fastest,
-            "table_4": {name: medians["chosen"] / medians[name] for name in medians if name.startswith("without")},
+            "table_4": {name: by_name["chosen"] / by_name[name] for name in by_name if name.startswith("without")},
         }
 
     def _run(self, policy: Policy) -> Figures:
@@ -159,7 +191,7 @@ class Setting:
             if first:
                 break
         if not tried:
-            sys.exit(f"{self.name}: the peer lives with no size within the limit")
+            raise WorkerEnded("the peer lives with no size within the limit")
         self._size = max(tried, key=lambda size: tried[size]["decode_tokens_per_s"])
         return tried[self._size]
 
@@ -172,12 +204,21 @@ def _figures(engines: BlockEngines) -> Any:
     return load_or_probe(engines.cache, disk_folder=engines.folder, whole=True)
 
 
-def _medians(found: Sequence[Figures]) -> Figures:
-    """Of all plain figures; whether all rounds were exact."""
-    numbers = [name for name, value in found[0].items() if isinstance(value, float)]
-    spreads = {name: spread([row[name] for row in found]) for name in numbers}
+def beside(row: Figures, peer: str) -> float | None:
+    """How many times as fast ours decodes. None where one of them has not run."""
+    theirs = row["peers"].get(peer)
+    if theirs is None or "decode_tokens_per_s" not in row:
+        return None
+    return float(row["decode_tokens_per_s"] / theirs["decode_tokens_per_s"])
+
+
+def medians(found: Sequence[Figures]) -> Figures:
+    """Of all plain figures, over the rounds that have them; whether all rounds were exact."""
+    names = {name: None for row in found for name, value in row.items() if value is None or isinstance(value, float)}
+    columns = {name: [row[name] for row in found if row.get(name) is not None] for name in names}
+    spreads = {name: spread(column) for name, column in columns.items() if column}
     return {
-        **{name: s["median"] for name, s in spreads.items()},
+        **{name: spreads[name]["median"] if name in spreads else None for name in names},
         **{name: all(row[name] for row in found) for name in ("weights_once", "peak_exact")},
         "ranges": {name: {"min": s["min"], "max": s["max"]} for name, s in spreads.items()},
     }
@@ -208,7 +249,27 @@ def main() -> None:
     )
     parser.add_argument("--characters", type=int, default=100_000, help="of the text for `kv`")
     wanted = parser.parse_args()
-    start_s, results, errors = time.perf_counter(), dict[str, Any](), list[float]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
+    start_s, results, failed = time.perf_counter(), dict[str, Any](), None
+    without = absent(peer for name, peers in PEERS.items() if name in wanted.only for peer in peers)
+    for peer, why in without.items():
+        tell(f"{peer} cannot be run here, its figures are null: {why}")
+    try:
+        for part in measured(wanted, without):
+            results |= part
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        failed = error
+        results["failed"] = f"{type(error).__name__}: {error}"
+    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+    about = {"rounds": wanted.rounds, "machine": machine, "took_s": time.perf_counter() - start_s, "absent": without}
+    print(json.dumps({"bench": "throughput", **about, **results}), flush=True)
+    if failed is not None:
+        raise failed
+
+
+def measured(wanted: argparse.Namespace, without: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The parts of the JSON line, as they come. What was measured of a part that fails comes before its error."""
+    errors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         engines = BlockEngines((wanted.folder or Path(temporary)).resolve())
         engines.folder.mkdir(parents=True, exist_ok=True)
@@ -216,22 +277,29 @@ def main() -> None:
         for shape in dict.fromkeys(SETTINGS[name][0] for name in names):
             engines.write(shape)
         for name in names:
-            setting = Setting(engines, name, wanted.steps)
-            if name in wanted.only:
-                results[name] = setting.measure(wanted.rounds)
-            if name == "1b_0.6" and "policies" in wanted.only:
-                results |= setting.regret(wanted.rounds, wanted.policies)
+            setting = Setting(engines, name, wanted.steps, without)
+            failed = None
+            try:
+                if name in wanted.only:
+                    setting.measure(wanted.rounds)
+                if name == "1b_0.6" and "policies" in wanted.only:
+                    setting.regret(wanted.rounds, wanted.policies)
+            except BaseException as error:
+                failed = error
             setting.ceilings.close()
             errors += setting.errors
+            if name in wanted.only:
+                yield {name: setting.figures()}
+            if name == "1b_0.6" and "policies" in wanted.only:
+                yield setting.regrets()
+            if errors:
+                yield {"prediction_error_median": statistics.median(errors), "prediction_error_worst": max(errors)}
+            if failed is not None:
+                raise failed
     if "kv" in wanted.only:
-        results["kv_int4_perplexity_ratio"] = kv_ratio(wanted.characters)
+        yield {"kv_int4_perplexity_ratio": kv_ratio(wanted.characters)}
     if "timed" in wanted.only:
-        results["timed"] = throughput_timed.measure()
-    if errors:
-        results |= {"prediction_error_median": statistics.median(errors), "prediction_error_worst": max(errors)}
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    took_s = time.perf_counter() - start_s
-    print(json.dumps({"bench": "throughput", "rounds": wanted.rounds, "machine": machine, "took_s": took_s, **results}))
+        yield {"timed": throughput_timed.measure()}
 
 
 if __name__ == "__main__":

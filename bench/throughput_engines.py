@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +28,20 @@ Figures = dict[str, Any]
 
 # Of the peak of int8 dot products in registers that products of many rows reach (`penstock bench ops`, docs/LOG.md).
 INT8_SHARE = 0.58
+# What each peer imports.
+MODULES = {"llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "torch", "transformers")}
 PEAKS = 9  # readings of a peak, of which the median counts: one takes 16 ms, and halves where others have a core
+
+
+def absent(peers: Iterable[str]) -> dict[str, str]:
+    """Peers that cannot be imported here, and why. Each is tried in a process of its own."""
+    why = {}
+    for peer in MODULES.keys() & set(peers):
+        code = f"import {', '.join(MODULES[peer])}"
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        if tried.returncode:
+            why[peer] = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    return why
 
 
 class BlockEngines(Engines):
@@ -83,9 +98,10 @@ def answered(
     """One block of our answers: prompts, and then decoding between two readings of the ceilings. `steps`: only so many
     decode passes, behind prompts that nobody read; then prompts are taken to last as promised.
 
-    `share_of_bound`: of a decode pass. It takes at least as long as the disk needs for what streams, as the processor
-    needs for the products (INT8_SHARE of int8's peak, float32's peak for weights in floats), and as RAM needs for the
-    weights, whichever is longest. `errors`: by how much each promise was off."""
+    `share_of_bound`: of a decode pass. It takes at least as long as the disk needs for weights that stream and KV that
+    lies there, as the processor needs for the products (INT8_SHARE of int8's peak, float32's peak for weights in
+    floats), and as RAM needs for the weights and KV, whichever is longest. `errors`: by how much each promise was
+    off."""
     with engines.block(shape, limit, ask, plan) as (worker, cgroup):
         facts = worker.facts
         prompts = {"seconds": facts["predicted_prompts_s"]} if steps else worker.ask("prompts", 0)
@@ -95,11 +111,7 @@ def answered(
         peak = cgroup.peak_bytes() if cgroup else 0
     disk, ram, ops = (statistics.mean((before[name], after[name])) for name in ("disk", "ram", kind))
     ops *= INT8_SHARE if kind == "int8" else 1.0
-    needs_s = {
-        "disk": facts["pass_streamed_bytes"] / disk,
-        "ops": facts["pass_ops"] / ops,
-        "ram": facts["pass_weight_bytes"] / ram,
-    }
+    needs_s = bound_needs_s(facts, decode, disk, ram, ops)
     pass_s = decode["seconds"] / decode["passes"]
     decode_rate = decode["tokens"] / decode["seconds"]
     s_per_token = (prompts["seconds"] + pass_s * ask.output_tokens) / (facts["seqs"] * ask.output_tokens)
@@ -123,6 +135,17 @@ def answered(
         },
         "ceilings": [before, after],
         "facts": facts,
+    }
+
+
+def bound_needs_s(facts: Figures, decode: Figures, disk: float, ram: float, ops: float) -> dict[str, float]:
+    """Seconds that each lane needs for a decode pass of what a block decoded. `disk`, `ram`: bytes a second; `ops`:
+    operations a second."""
+    read, seen = (decode[name] / decode["passes"] for name in ("kv_read_bytes", "kv_seen_bytes"))
+    return {
+        "disk": (facts["pass_streamed_bytes"] + read) / disk,
+        "ops": facts["pass_ops"] / ops,
+        "ram": (facts["pass_weight_bytes"] + seen) / ram,
     }
 
 

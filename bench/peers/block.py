@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from bench.peers import Answer, serve, token_ids
 from bench.peers.streamed import streamed_bytes
 from penstock.graph import ops, passes
+from penstock.graph.arenas import Layout
+from penstock.graph.tasks import Pass
 from penstock.planner.bound import score_s, sequences
 from penstock.runtime import host
 from penstock.serve.answering import Answering, checked_ids
@@ -42,6 +44,7 @@ class Block:
         self.engine = Engine.load(folder, ask, Loading(cache=cache, plan=plan))
         self.plan = self.engine.plan
         self.seqs = sequences(self.plan, ask)
+        self._kv = Layout(self.plan).kv
         self._answers: list[Generation] = []
         self._pieces: Iterator[object] = iter(())
 
@@ -82,17 +85,16 @@ class Block:
         return {"seconds": max(answer.ttft_s for answer in self._answers), "tokens": sum(map(len, wanted))}
 
     def steps(self, count: int) -> Answer:
-        """So many decode passes behind prompts that nobody read: what their cache holds changes no pass's time. Only
-        where KV stays in memory."""
-        plan, session, at = self.plan, self.engine.session, self.ask.prompt_tokens
+        """So many decode passes behind prompts that nobody read: what their cache holds changes no pass's time."""
+        plan, session = self.plan, self.engine.session
         fed = np.array([token_ids(plan.target.spec.vocab, 1, seq)[0] for seq in range(self.seqs)])
         read, expected, start_s = 0, 0, 0.0
-        for step in range(-1, count):  # the first one is not counted: loads run ahead from there on
-            start_s = start_s if step else time.perf_counter()
-            p = passes.decode(plan, range(self.seqs), (at + 1 + step,) * self.seqs, passes.DECODE)
+        for step in range(count + 1):  # the first one is not counted: loads run ahead from there on
+            start_s = time.perf_counter() if step == 1 else start_s
+            p = self._pass(step)
             session.step(p, [fed[list(batch.seqs)] for batch in p.batches])
-            if step >= 0:
-                read, expected = read + session.consumed_bytes, expected + self._pass_bytes(fed)
+            if step:
+                read, expected = read + session.consumed_bytes, expected + self._pass_bytes(fed, step)
             fed = np.array([token for best in session.best for _, token in best])
         seconds = time.perf_counter() - start_s
         session.drain()
@@ -102,23 +104,24 @@ class Block:
             "passes": count,
             "read_bytes": read,
             "exact": read == expected,
+            **self._kv_bytes(range(1, count + 1)),
             "peak_host_bytes": host.peak_rss_bytes(),
         }
 
     def decode(self, _: int) -> Answer:
         """The other tokens of the answers. `read_bytes`: that its passes took from slower tiers; `exact`: as many as
-        reading the weights that stream once a pass for the whole block makes, and the granules of the tokens' rows of
-        the embedding; None where KV comes from a slower tier too."""
+        reading the weights that stream once a pass for the whole block makes, the granules of the tokens' rows of the
+        embedding, and the pages of KV on a disk before each pass's rows."""
         for _piece in self._pieces:
             pass
-        answer, plan = self._answers[0], self.plan
-        kv_moves = any(home.home != plan.main for home in plan.kv)
+        answer = self._answers[0]
         return {
             "seconds": answer.decode_s,
             "tokens": answer.decode_tokens,
             "passes": answer.decode_steps,
             "read_bytes": answer.decode_disk_bytes,
-            "exact": None if kv_moves else answer.decode_disk_bytes == self._reads(answer.decode_steps),
+            "exact": answer.decode_disk_bytes == self._reads(answer.decode_steps),
+            **self._kv_bytes(range(answer.decode_steps)),
             "bytes_moved": answer.bytes_moved,
             "peak_host_bytes": host.peak_rss_bytes(),
         }
@@ -126,21 +129,43 @@ class Block:
     def _reads(self, steps: int) -> int:
         """What decode passes should have read: see `decode`."""
         fed = ([answer.token_ids[step] for answer in self._answers] for step in range(steps))
-        return sum(self._pass_bytes(np.array(tokens)) for tokens in fed)
+        return sum(self._pass_bytes(np.array(tokens), step) for step, tokens in enumerate(fed))
 
-    def _pass_bytes(self, fed: NDArray[Any]) -> int:
-        """What a decode pass with these tokens [S] should read."""
+    def _pass(self, step: int) -> Pass:
+        """The decode pass so many tokens behind the prompts."""
+        at = self.ask.prompt_tokens + step
+        return passes.decode(self.plan, range(self.seqs), (at,) * self.seqs, passes.DECODE)
+
+    def _kv_bytes(self, steps: range) -> dict[str, int]:
+        """What these passes read of KV from disks, and what their attention reads in memory."""
+        read = sum(self._kv.loaded_bytes(self._pass(step).batches, from_disk=True) for step in steps)
+        a_token = self.seqs * sum(kv_token_bytes(self.plan))
+        seen = sum(self.ask.prompt_tokens + step + 1 for step in steps)
+        return {"kv_read_bytes": read, "kv_seen_bytes": seen * a_token}
+
+    def _pass_bytes(self, fed: NDArray[Any], step: int) -> int:
+        """What the decode pass with these tokens [S], so many behind the prompts, should read."""
         plan, table = self.plan, self.plan.parts["embed"]
         looked_up = any(unit.part == "embed" and unit.home == "disk0" for unit in plan.units)
         row = table.granule_bytes if looked_up else 0
         batches = (fed[at : at + plan.batch_seqs] for at in range(0, self.seqs, plan.batch_seqs))
         granules = sum(len(np.unique(batch // table.granule_rows)) for batch in batches)
-        return streamed_bytes(plan) - row + granules * row
+        kv = self._kv.loaded_bytes(self._pass(step).batches, from_disk=True)
+        return streamed_bytes(plan) - row + granules * row + kv
 
 
 def _computed(plan: Plan, part: str) -> bool:
     """Whether a decode pass multiplies with the part: all but an embedding that is no head."""
     return part == head_key(plan.target.spec) or plan.parts[part].kind != "embed"
+
+
+def kv_token_bytes(plan: Plan) -> Iterator[int]:
+    """Bytes of K and V of a token in each layer, where all sequences keep them in one format. Of layers with a window
+    attention reads no more than that, so they are left out."""
+    for home in plan.kv:
+        for layer in plan.target.spec.layers[slice(*home.layers)]:
+            a = layer.attention
+            yield 0 if a.window else 2 * a.kv_heads * home.format.kv_bytes(a.head_dim)
 
 
 def matrix_ops(plan: Plan, rows: int) -> float:
