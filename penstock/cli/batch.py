@@ -29,7 +29,7 @@ from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES, value_share
 from penstock.spec.places import is_disk
-from penstock.units import MIB, format_rate, format_seconds
+from penstock.units import MIB, format_left, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.runtime.host import Progress
@@ -83,8 +83,9 @@ def batch(
 ) -> None:
     """Answers to a file of requests, as many at once as makes most tokens a second.
 
-    Lines are chats and completions (/v1/chat/completions, /v1/completions) with all that the server takes. A line that
-    cannot be answered gets an error line. OUT is written as answers come, in any order; custom_id says which is which.
+    Lines are chats, completions and embeddings (/v1/chat/completions, /v1/completions, /v1/embeddings) with all that
+    the server takes. A line that cannot be answered gets an error line. OUT is written as answers come, in any order;
+    custom_id says which is which.
     After an interruption the same command goes on where it was: nothing is answered twice, and nothing is lost.
     """
     if importlib.util.find_spec("pydantic") is None:
@@ -248,16 +249,15 @@ class _ShownBatch:
         self._tell, self._answers = tell, answers
 
     def tell(self, done: Done) -> None:
-        parts = [f"{done.generation_tokens_per_s:.3g} tok/s"]
+        parts = ["answers", f"{done.generation_tokens_per_s:.3g} tok/s"]
         moved = sum(count for lane, count in done.bytes_moved.items() if is_disk(lane))
         if moved and done.seconds:
             parts.append(f"disk {format_rate(moved / done.seconds)}")
         left_s = done.foretold.left_s(done.answers)
         at_pace_s = done.foretold.left_at_pace_s(done.answers, done.seconds)
-        parts.append(f"promised {format_seconds(left_s)} more")
-        if at_pace_s is not None:
-            parts.append(f"as it goes {format_seconds(at_pace_s)}")
-        self._tell(f"{', '.join(parts)}; answers", done.answers, self._answers)
+        promised = f"promised {format_left(left_s)}"
+        parts.append(promised if at_pace_s is None else f"{format_left(at_pace_s)} left ({promised})")
+        self._tell(", ".join(parts), done.answers, self._answers)
 
 
 def _report(engine: Engine, done: Done, refused: int, before: int, places: int, lines: int, as_json: bool) -> None:

@@ -85,7 +85,8 @@ def note(text: str) -> None:
 @contextmanager
 def progress() -> Iterator[Progress]:
     """Yields `tell(text, done, total)`. `done` and `total` count bytes, or tokens, layers, lines or answers where the
-    text ends so. With a `total` of 0 the text is printed as a note.
+    text ends so. A text that begins with "answers, " says by itself how fast they come and what is left. With a `total`
+    of 0 the text is printed as a note.
 
     A terminal gets one line that is rewritten, and cleared at the end; a file or pipe gets a line now and then. Work
     that takes less than half a second is not shown.
@@ -125,6 +126,8 @@ class _Shown:
 
 def progress_line(text: str, done: int, total: int, per_s: float) -> str:
     """`packing 3.ffn: 1.20 GiB of 13.5 GiB, 1.83 GB/s, 7 s left`."""
+    if text.startswith("answers, "):
+        return f"{done} of {total} {text}"
     left = f", {format_left((total - done) / per_s)} left" if per_s > 0 else ""
     if text.endswith((" tokens", " layers", " lines", " answers")):
         return f"{text}: {done} of {total}, {per_s:.1f} a second{left}"

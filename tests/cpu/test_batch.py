@@ -16,9 +16,14 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.batch import _ShownBatch
+from penstock.cli.output import progress_line
 from penstock.errors import BadRequest, StorageFailed
+from penstock.serve.batch.answering import Done
+from penstock.serve.batch.foretelling import Foretelling
 from penstock.serve.batch.journal import Journal
 from penstock.serve.batch.lines import MOST_LINE_BYTES, Lines
+from penstock.serve.decode_clock import DecodeClock
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.store.pack import pack
@@ -224,6 +229,21 @@ def test_ctrl_c_says_how_to_go_on(cache: Path, packed: Path, tmp_path: Path) -> 
     assert process.returncode == 130
     assert "of 300 lines are left: the same command goes on with them" in err.decode()
     assert len(texts(out)) < 300
+
+
+def test_progress_says_what_is_left_once() -> None:
+    """As it goes, and as promised; before the first answer as promised alone."""
+    told: list[str] = []
+    shown = _ShownBatch(lambda *said: told.append(progress_line(*said, 2.0)), 1000)
+    done = Done(DecodeClock.__new__(DecodeClock), Foretelling([0.1 * (i + 1) for i in range(1000)]))
+    shown.tell(done)
+    done.seconds, done.answers, done.tokens.output, done.bytes_moved = 60.0, 150, 24_000, {"disk0": 90 * 10**9}
+    shown.tell(done)
+    assert told == [
+        "0 of 1000 answers, 0 tok/s, promised 1 min 40 s",
+        "150 of 1000 answers, 400 tok/s, disk 1.50 GB/s, 5 min 40 s left (promised 1 min 25 s)",
+    ]
+    assert progress_line("foretelling, answers", 150, 1000, 2.0).endswith("150 of 1000, 2.0 a second, 7 min 5 s left")
 
 
 @contextmanager
