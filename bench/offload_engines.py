@@ -93,7 +93,11 @@ def started(folder: Path, module: str, limit: int | None, *arguments: object) ->
         cgroup = stack.enter_context(limited(limit)) if limit is not None else None
         worker = Worker(module, *arguments, cgroup=cgroup.folder if cgroup else None)
         stack.callback(worker.close)
-        yield worker, cgroup
+        try:
+            yield worker, cgroup
+        except BaseException:  # the bench is stopped: a pass within a small limit may take minutes more
+            worker.kill()
+            raise
 
 
 def tell(text: str) -> None:

@@ -85,6 +85,10 @@ class Worker:
         self.idle_cpu_s += answer["idle_cpu_s"]
         return answer
 
+    def kill(self) -> None:
+        """Ends the worker whatever it is doing."""
+        self._process.kill()
+
     def close(self) -> None:
         """The end of its input is the end of the worker."""
         assert self._process.stdin is not None
