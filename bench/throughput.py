@@ -76,6 +76,7 @@ class Setting:
         self._rounds: list[Figures] = []
         self._seconds: dict[str, list[float]] = {}  # a token, of each policy
         self._size: tuple[int, int] | None = None  # sequences of the peer; bytes of weights that it keeps
+        self._tried: dict[tuple[int, int], Figures] = {}  # of this turn, by size
 
     def measure(self, rounds: int) -> None:
         """All turns of so many rounds. `figures` has what was measured, at any time."""
@@ -93,7 +94,7 @@ class Setting:
                 if name == "ours":
                     row |= self.ours()
                 else:
-                    row["peers"][name] = self._peer(name, turns[name])
+                    self._peer(row["peers"], name, turns[name])
             for name in PEERS[self.name]:
                 row[f"vs_{name}"] = vs = beside(row, name)
                 if vs is not None:
@@ -108,13 +109,17 @@ class Setting:
         found = [{**row, **{f"vs_{name}": beside(row, name) for name in PEERS[self.name]}} for row in whole]
         return {**medians(found), "by_round": self._rounds}
 
-    def _peer(self, name: str, turn: Callable[[], Figures]) -> Figures | None:
-        """A peer's turn. None where it ended before it answered: ours is told all the same."""
+    def _peer(self, peers: dict[str, Figures | None], name: str, turn: Callable[[], Figures]) -> None:
+        """A peer's turn. Where it ended before it answered ours is told all the same; where the bench is stopped, the
+        best of the sizes that were tried counts."""
+        self._tried = {}
         try:
-            return turn()
+            peers[name] = turn()
         except WorkerEnded as ended:
             tell(f"{self.name}, {name}: {ended}")
-            return None
+        except BaseException:
+            peers[name] = max(self._tried.values(), key=lambda tried: tried["decode_tokens_per_s"], default=None)
+            raise
 
     def ours(self) -> Figures:
         return self._run(self.chosen)
@@ -178,7 +183,7 @@ class Setting:
         self, turn: Callable[[tuple[int, int]], Figures], sizes: Sequence[tuple[int, int]], first: bool
     ) -> Figures:
         """A peer's turn, of its best size, or of the `first` that lives; sizes are tried once, in the first round."""
-        tried: dict[tuple[int, int], Figures] = {}
+        tried = self._tried
         for size in sizes if self._size is None else (self._size,):
             try:
                 found = turn(size)

@@ -82,7 +82,8 @@ class _Toy(Setting):
 
     def __init__(self, engines: object, name: str, steps: int, without: Any) -> None:
         self.name, self._without, self.errors = name, without, [0.25]
-        self._rounds, self._seconds, self._turns = [], {}, 0
+        self._rounds, self._seconds, self._tried, self._turns = [], {}, {}, 0
+        self._size = None
         self.ceilings: Any = argparse.Namespace(close=lambda: None)
 
     def ours(self) -> dict[str, Any]:
@@ -119,6 +120,25 @@ def test_what_was_measured_is_printed_whatever_comes(
     assert (found["decode_tokens_per_s"], found["vs_single_stream"], found["vs_llamacpp"]) == (6.0, 3.0, None)
     assert report["prediction_error_worst"] == 0.25 and found["weights_once"] is True
     assert [row["peers"]["single_stream"] is None for row in found["by_round"]] == [False, True, True]
+
+
+def test_a_peer_that_is_stopped_has_what_it_did() -> None:
+    setting = _Toy(None, "1b_bf16_1.6", 0, ())
+    peers: dict[str, Any] = {"accelerate": None}
+
+    def turn(size: tuple[int, int]) -> dict[str, Any]:
+        if size == (3, 0):
+            raise KeyboardInterrupt
+        if size == (2, 0):
+            raise WorkerEnded("killed for memory")
+        return {"tokens": 4 * size[0], "seconds": 2.0}
+
+    sizes = [(1, 0), (2, 0), (1, 7), (3, 0)]
+    with pytest.raises(KeyboardInterrupt):
+        setting._peer(peers, "accelerate", lambda: setting._of_size(turn, sizes, first=False))
+    assert peers["accelerate"]["decode_tokens_per_s"] == 2.0
+    setting._peer(peers, "accelerate", lambda: setting._of_size(turn, sizes[:3], first=False))
+    assert setting._size == (1, 0) and peers["accelerate"]["sequences"] == 1
 
 
 def test_a_policy_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
