@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 # Of the peak of int8 dot products in registers that products of many rows reach (`penstock bench ops`, docs/LOG.md).
 INT8_SHARE = 0.58
 # What each peer imports.
-MODULES = {"llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "torch", "transformers")}
+MODULES = {"llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "psutil", "torch", "transformers")}
 PEAKS = 9  # readings of a peak, of which the median counts: one takes 16 ms, and halves where others have a core
 
 
