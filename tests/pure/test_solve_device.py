@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock
 from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
 from penstock.planner.candidate import Candidate
@@ -16,6 +18,8 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import settle_context, solve
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
+from penstock.serve.planning import describe
+from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
@@ -24,6 +28,7 @@ from penstock.units import GIB, MIB, format_bytes
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
 INT4, BF16 = parse_format("int4"), Format("bfloat16")
+MACHINES = Path(penstock.__file__).parent / "machines"
 
 
 def with_memory(device_bytes: int, host_bytes: int = 16 * GIB) -> MachineSpec:
@@ -83,6 +88,28 @@ def test_the_candidates_cover_all_placements() -> None:
     assert all(
         "CC" not in found and "DC" not in found for name, found in names.items() if name == "device memory, link"
     )
+
+
+@pytest.mark.parametrize("as_slow_as_the_cpu", [True, False])
+def test_the_ring_of_the_cpu_is_larger_where_the_disk_would_wait(as_slow_as_the_cpu: bool) -> None:
+    """If computing takes nearly as long as reading, the disk waits for room in the ring. A disk that is busy all the
+    time gains nothing from a larger ring, which takes room from weights."""
+    spec, _ = describe(Path("mistral-7b-v0.3"), BF16)
+    machine = machines.loads((MACHINES / "pc-rtx4060ti-16gb.json").read_text(encoding="utf-8"), "machine")
+    if as_slow_as_the_cpu:
+        others = [_times(rate, 4 if rate.lane == "host" else 1) for rate in machine.rates if rate.lane != "gpu0"]
+        kernels = [replace(rate, lane="gpu0") for rate in others if rate.lane == "host" and rate.op != "pass"]
+        machine = replace(machine, rates=(*others, *kernels))
+    ask = Ask(
+        prompt_tokens=16, output_tokens=1, context=2048, host_memory_bytes=6 * GIB, device_memory_bytes=1680 * MIB,
+        use_device=True,
+    )  # fmt: skip
+    solved = solve(ask, spec, BF16, machine)
+    usual = 64 * MIB
+    assert solved.plan.ring_bytes["host"] == (2 * usual if as_slow_as_the_cpu else usual)
+    if as_slow_as_the_cpu:
+        with_usual = [each for each in solved.compared if each.candidate.plan.ring_bytes.get("host") == usual]
+        assert solved.prediction.total_s < 0.98 * min(each.prediction.total_s for each in with_usual)
 
 
 def test_more_device_memory_is_not_slower() -> None:
