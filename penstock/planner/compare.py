@@ -72,18 +72,32 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:
     """A name for each candidate: its strategy, and others that came to the same plan. If several plans have the same
-    strategy, details are added that tell them apart."""
-    strategies = [candidate.strategy for candidate in candidates]
+    strategy, the details are added in which these differ."""
+    plans: dict[str, list[Plan]] = {}
+    for candidate in candidates:
+        plans.setdefault(candidate.strategy, []).append(candidate.plan)
     return [
-        (strategy if strategies.count(strategy) == 1 else f"{strategy}, {_details(candidate.plan)}")
+        candidate.strategy
+        + _details(candidate.plan, plans[candidate.strategy])
         + (f" (so too: {'; '.join(candidate.also)})" if candidate.also else "")
-        for strategy, candidate in zip(strategies, candidates, strict=True)
+        for candidate in candidates
     ]
 
 
-def _details(plan: Plan) -> str:
-    """The choices in which plans of one strategy may differ."""
-    ring = sum(plan.ring_bytes.values())
-    text = f"ring {format_bytes(ring)}, prompts by {plan.chunk_rows}"
-    on_disk = sum(kv.layers[1] - kv.layers[0] for kv in plan.kv if is_disk(kv.home))
-    return text + (f", KV of {on_disk} layers on disk" if on_disk else "")
+def _details(plan: Plan, alike: Sequence[Plan]) -> str:
+    """The choices of a plan in which the plans of one strategy, `alike`, differ."""
+    details = (_ring, _chunks, _kv_on_disk)
+    return "".join(detail(plan) for detail in details if len(set(map(detail, alike))) > 1)
+
+
+def _ring(plan: Plan) -> str:
+    return f", ring {format_bytes(sum(plan.ring_bytes.values()))}"
+
+
+def _chunks(plan: Plan) -> str:
+    return f", prompts by {plan.chunk_rows}"
+
+
+def _kv_on_disk(plan: Plan) -> str:
+    layers = sum(kv.layers[1] - kv.layers[0] for kv in plan.kv if is_disk(kv.home))
+    return f", KV of {layers} layers on disk" if layers else ""
