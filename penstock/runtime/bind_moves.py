@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import itemgetter
+
 import numpy as np
 
 from penstock.graph import ops
@@ -29,6 +32,11 @@ class Moves:
         self._kv_file = kv_file
         self.layout = Layout(plan)
         self._parts = plan.parts
+        self._units_of: dict[str, list[tuple[int, int]]] = {}  # by part: (first granule, unit), ascending
+        for u, unit in enumerate(plan.units):
+            self._units_of.setdefault(unit.part, []).append((unit.lo, u))
+        for units in self._units_of.values():
+            units.sort()
 
     def start(self, task: Task) -> DiskLoad | None:
         """Begins a load, which a disk does by itself. Returns None for any other task: `run` does it."""
@@ -41,7 +49,8 @@ class Moves:
 
     def unit_of(self, key: str, granule: int) -> int:
         """The plan's unit that has a granule of a part."""
-        return next(u for u, unit in enumerate(self._plan.units) if unit.part == key and unit.lo <= granule < unit.hi)
+        units = self._units_of[key]
+        return units[bisect_right(units, granule, key=itemgetter(0)) - 1][1]
 
     def _load(self, call: Call, op: ops.Load) -> None:
         self._begin_load(call, op).wait()
