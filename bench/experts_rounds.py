@@ -10,6 +10,7 @@ from bench.cpu import spread
 from bench.experts_engines import PREFILL_TOKENS, ROOM_BYTES, Engines
 from bench.peers import Worker
 from bench.rounds import Figures
+from penstock.planner.predict import COLD_PASSES
 
 PREFILL_GB = "9.2"
 COLD_TOKENS = 16
@@ -124,9 +125,7 @@ def _ours_within(engines: Engines, limit: int, command: str, tokens: Tokens) -> 
         facts = worker.facts
         return figures | {
             "cold_tokens_per_s": COLD_TOKENS / cold_s,
-            "predicted_cold_tokens_per_s": COLD_TOKENS / facts["predicted_cold_s"]
-            if facts["predicted_cold_s"]
-            else None,
+            "predicted_cold_tokens_per_s": foretold_cold(facts),
             "predicted_tokens_per_s": told["tokens_per_s"],
             "predicted_hit_rate": told["hit_rate"],
             "predicted_vs_measured": told["tokens_per_s"] / figures["steady_tokens_per_s"],
@@ -135,6 +134,16 @@ def _ours_within(engines: Engines, limit: int, command: str, tokens: Tokens) -> 
             "peak_cgroup_bytes": cgroup.peak_bytes() if cgroup else 0,
             "facts": facts,
         }
+
+
+def foretold_cold(facts: Figures) -> float | None:
+    """Tokens/s of the first ones, whose first one finds its caches empty. `predicted_cold_s` is of COLD_PASSES passes
+    after that one."""
+    if not facts["predicted_cold_s"]:
+        return None
+    after_s: float = facts["predicted_cold_s"] / COLD_PASSES * (COLD_TOKENS - 1)
+    first_s: float = facts["predicted_ttft_s"]
+    return COLD_TOKENS / (first_s + after_s)
 
 
 def resident(engines: Engines) -> Part:

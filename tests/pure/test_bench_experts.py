@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bench import experts, rounds
-from bench.experts_rounds import Part, Tokens, budget
+from bench.experts_rounds import COLD_TOKENS, Part, Tokens, budget, foretold_cold
 from bench.rounds import Rounds
+from penstock.planner.predict import COLD_PASSES
 
 ABOUT = {"bench": "experts", "tokens": {"4.9": [16, 16]}}
 
@@ -56,6 +57,13 @@ def test_turns_of_ours_count_where_the_peer_has_fewer() -> None:
     assert figures is not None and missing == ["4.9 uniform peer"]
     assert figures["tokens_per_s"] == 4.0 and len(figures["by_round"]) == 3
     assert figures["vs_llamacpp"] == 2.0 and figures["ranges"]["vs_llamacpp"]["max"] == 2.0
+
+
+def test_the_first_tokens_are_foretold_with_the_first() -> None:
+    """It finds its caches empty, and is a prompt of one token."""
+    facts = {"predicted_ttft_s": 5.0, "predicted_cold_s": float(COLD_PASSES)}
+    assert foretold_cold(facts) == COLD_TOKENS / (5.0 + COLD_TOKENS - 1)
+    assert foretold_cold({"predicted_ttft_s": 5.0, "predicted_cold_s": None}) is None
 
 
 def test_a_whole_budget_misses_nothing_and_one_without_ours_is_missing() -> None:
