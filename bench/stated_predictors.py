@@ -25,7 +25,8 @@ from penstock.serve.profiling import read
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.model import Ffn, ModelSpec
-from penstock.spec.parts import Part, parts_by_key
+from penstock.spec.part_keys import parts_by_key
+from penstock.spec.parts import Part
 from penstock.spec.predictors import RANK_STEP, LayerPredictor, Predictors, part_of
 from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile
 from penstock.store.packed import open_packed

@@ -30,7 +30,8 @@ from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.spec.machine import MachineSpec
-from penstock.spec.parts import FFNS, head_key, parts
+from penstock.spec.part_keys import head_key
+from penstock.spec.parts import FFNS, parts
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import GIB

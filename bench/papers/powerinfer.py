@@ -25,7 +25,8 @@ from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import head_key, parts
+from penstock.spec.part_keys import head_key
+from penstock.spec.parts import parts
 from penstock.spec.places import CPU, GPU, Lane
 from penstock.spec.plan import Plan
 

@@ -29,7 +29,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
-from penstock.spec.parts import head_key
+from penstock.spec.part_keys import head_key
 from penstock.spec.places import DISK, HOST
 from penstock.spec.plan import Plan
 

@@ -28,7 +28,8 @@ from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
 from penstock.spec.format import Format
 from penstock.spec.model import Layer, ModelSpec, Routed
-from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, head_key, parts_by_key, predictor_part
+from penstock.spec.part_keys import head_key, parts_by_key
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, predictor_part
 from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
 from penstock.units import MIB, round_up

@@ -8,7 +8,8 @@ from penstock.graph.batch import Batch
 from penstock.graph.emit import Emitter
 from penstock.graph.tasks import Call, Slot
 from penstock.spec.format import Kinds
-from penstock.spec.parts import active_columns, block_keys
+from penstock.spec.part_keys import block_keys
+from penstock.spec.parts import active_columns
 from penstock.spec.places import HOST, Executor, Lane, kernels_of
 
 Cost = tuple[int, int]  # bytes, flops

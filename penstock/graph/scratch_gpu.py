@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from penstock.spec.format import TILE_ROWS, Format, tiles
 from penstock.spec.model import Attention, ModelSpec
-from penstock.spec.parts import Block, Part, parts_by_key
+from penstock.spec.part_keys import parts_by_key
+from penstock.spec.parts import Block, Part
 from penstock.spec.plan import Plan
 from penstock.units import MIB, round_up
 

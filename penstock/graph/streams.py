@@ -15,7 +15,7 @@ from penstock.graph.cache import Caches
 from penstock.graph.emit import Emitter
 from penstock.graph.ring import Piece, Ring, Streamed
 from penstock.graph.tasks import Call, Pass, Slot, Stream
-from penstock.spec.parts import block_keys
+from penstock.spec.part_keys import block_keys
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
 # How many blocks beyond the one being computed loads may be for.

@@ -15,7 +15,8 @@ from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
 from penstock.spec.ask import Ask
-from penstock.spec.parts import FFNS, head_key
+from penstock.spec.part_keys import head_key
+from penstock.spec.parts import FFNS
 from penstock.spec.places import GPU, HOST, Lane, disk_of, is_disk, kernels_of
 from penstock.spec.plan import Plan, Unit
 

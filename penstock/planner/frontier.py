@@ -20,7 +20,7 @@ from penstock.planner.shorten import kv_moved, streamed
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.parts import head_key
+from penstock.spec.part_keys import head_key
 from penstock.spec.places import HOST, Executor, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds

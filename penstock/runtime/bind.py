@@ -21,7 +21,8 @@ from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.bind_views import Float32, Views
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
-from penstock.spec.parts import GRANULE_ROWS, Part, norm_before
+from penstock.spec.part_keys import norm_before
+from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.spec.plan import Plan
 
 # Gets a layer, its FFN's input float32 [T, D], and uint8 [T, neurons]: whether each one fired.

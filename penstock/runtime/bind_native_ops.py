@@ -21,7 +21,8 @@ from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.native_kernels import Native
 from penstock.spec.format import Format
-from penstock.spec.parts import FFNS, MIXED, head_key, norm_before
+from penstock.spec.part_keys import head_key, norm_before
+from penstock.spec.parts import FFNS, MIXED
 from penstock.spec.plan import Plan
 
 # An op called on a Compute runs at once; called on a Program it is recorded.

@@ -27,7 +27,7 @@ from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with
 from penstock.serve.profiling import Fired, read
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import parts_by_key
+from penstock.spec.part_keys import parts_by_key
 from penstock.spec.predictors import MOST_RANK, RANK_STEP, LayerPredictor, Predictors, part_of, predicted_layers
 from penstock.store.packed import Packed
 from penstock.store.predictors import model_sha256

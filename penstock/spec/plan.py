@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from penstock.spec import codec
 from penstock.spec.format import Format, Mixed
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import Part, parts_by_key
+from penstock.spec.part_keys import parts_by_key
+from penstock.spec.parts import Part
 from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
 from penstock.units import MIB
 

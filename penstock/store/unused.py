@@ -20,7 +20,8 @@ from penstock.models import says_experts, sources, switches
 from penstock.models.hf.names import EXPERT
 from penstock.spec.format import FLOAT32
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import head_key, parts
+from penstock.spec.part_keys import head_key
+from penstock.spec.parts import parts
 from penstock.store.checkpoint import RAW_DTYPES, Checkpoint
 from penstock.store.gguf.unused import unused_in_gguf
 from penstock.store.header import TensorInfo, quoted

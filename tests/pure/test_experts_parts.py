@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Routed, Router
-from penstock.spec.parts import FFNS, GRANULE_ROWS, PAGE_BYTES, PINNED, Part, block_keys, parts, parts_by_key
+from penstock.spec.part_keys import block_keys, parts_by_key
+from penstock.spec.parts import FFNS, GRANULE_ROWS, PAGE_BYTES, PINNED, Part, parts
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "int8-g32", "int4-g32")
 

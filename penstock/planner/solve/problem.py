@@ -18,7 +18,8 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import PINNED, Part, head_key, parts_by_key
+from penstock.spec.part_keys import head_key, parts_by_key
+from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan, Predictor
 from penstock.units import format_bytes

@@ -20,7 +20,8 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.memory import Scratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
-from penstock.spec.parts import Part, norm_before
+from penstock.spec.part_keys import norm_before
+from penstock.spec.parts import Part
 from penstock.spec.plan import Plan
 
 
