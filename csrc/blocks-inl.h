@@ -350,16 +350,20 @@ void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sum
 // As dot_short, for formats in blocks.
 template <int n>
 void dot_short_in_blocks(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x,
-                         const float* before, float* to, std::ptrdiff_t stride) {
+                         int real, const float* before, float* to, std::ptrdiff_t stride) {
     const std::size_t next = m.tile_bytes();
     by_blocks(m.kind, [&]<Kind kind>() {
         if constexpr (!multiplies_codes(kind)) return;  // its activations are never rounded
         for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
             Sums<n, 1> sums;
-            for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
+            for (int r = 0; r < n; ++r) {
+                sums.at[r][0] = before != nullptr && r < real ? f_load(before + r * stride) : f_zero();
+            }
             if (before != nullptr) before += kTileRows;
             add_tiles_of<kind, n, 1>(m, p, next, ahead, false, x, sums);
-            for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);
+            for (int r = 0; r < n; ++r) {
+                if (r < real) f_store(to + r * stride, sums.at[r][0]);
+            }
         }
     });
 }

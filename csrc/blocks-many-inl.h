@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kUnpackedGroups = 8;            // at a time: 4 KiB of factors and 8 of codes, which stay in the L1 cache
 constexpr int kUnpackedPanels = 8;            // that take them one after the other: their sums take 6 KiB
+constexpr int kLeastUnpackedPanels = 4;       // for fewer, codes are unpacked as they are multiplied
 constexpr bool kHoldsSums = kRegisters > 16;  // there are registers for sums beside those of a group
 using WideSums = F[kWideRows][kWideTiles];
 

@@ -38,18 +38,23 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
 
 // ---- few rows: a thread takes whole fours, so that its bytes come in one run ----------------------------------------
 
-// to [n, D] = before [n, D] (null: 0) + x · down, for `tiles` whole tiles of a granule and the n rows of a panel.
-void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, std::size_t ahead, int n, const Operand& x,
-                const float* before, float* to) {
+// to [real, D] = before [real, D] (null: 0) + x · down, for `tiles` whole tiles of a granule and a panel of n rows, of
+// which `real` are the call's.
+void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, std::size_t ahead, int n, int real,
+                const Operand& x, const float* before, float* to) {
     const auto run = [&]<int rows>() {
-        if (in_blocks(m.kind)) return dot_short_in_blocks<rows>(m, block, tiles, ahead, x, before, to, m.rows);
-        if (m.kind == Kind::kInt8) return dot_short<false, 0, rows>(m, block, tiles, ahead, x, before, to, m.rows);
-        if (m.group == 64) return dot_short<true, 8, rows>(m, block, tiles, ahead, x, before, to, m.rows);
-        dot_short<true, 0, rows>(m, block, tiles, ahead, x, before, to, m.rows);
+        if (in_blocks(m.kind)) return dot_short_in_blocks<rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
+        if (m.kind == Kind::kInt8)
+            return dot_short<false, 0, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
+        if (m.group == 64) return dot_short<true, 8, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
+        dot_short<true, 0, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
     };
     switch (n) {
         case 8:
             if constexpr (kFewRows == 8) run.template operator()<8>();
+            break;
+        case 6:
+            if constexpr (kFewRows == 8) run.template operator()<6>();
             break;
         case 4:
             return run.template operator()<4>();
@@ -70,8 +75,8 @@ void down_tiles(const Matrix& down, const std::uint8_t* block, int lo, int hi, s
         const std::ptrdiff_t at = std::ptrdiff_t(row) * down.rows + lo * kTileRows;
         const Operand operand = hidden.panel(row).at(std::ptrdiff_t(nth) * down.groups() * down.group,
                                                      std::ptrdiff_t(nth) * down.groups(), n);
-        down_panel(down, block + std::size_t(lo) * down.tile_bytes(), whole - lo, ahead, n, operand,
-                   before != nullptr ? before + at : nullptr, to + at);
+        down_panel(down, block + std::size_t(lo) * down.tile_bytes(), whole - lo, ahead, n,
+                   std::min(n, hidden.count - row), operand, before != nullptr ? before + at : nullptr, to + at);
         row += n;
     }
     for (int tile = std::max(lo, whole); tile < hi; ++tile) {

@@ -87,7 +87,8 @@ struct Prepared {
     // small.
     static bool plan(const Matrix& m, int granules, int count, bool exact, Scratch& scratch, Prepared& to) {
         exact = exact || !multiplies_codes(m.kind);
-        const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules), n = std::size_t(count);
+        const std::size_t groups = std::size_t(m.groups()) * std::size_t(granules);
+        const auto n = std::size_t(laid_out_rows(count));
         const std::size_t width = m.quantised() ? groups * std::size_t(m.group) : std::size_t(m.cols * granules);
         Rows& rows = to.rows;
         rows = Rows{.width = std::ptrdiff_t(width), .groups = std::ptrdiff_t(groups), .count = count};
@@ -108,9 +109,13 @@ struct Prepared {
     }
 
     // Lays out group j of one row's columns `from` for a granule. Float weights have no groups: then it is all columns.
+    // The last row brings the zeros of the rows that its panel has beyond it.
     static void put(const Rows& rows, const Matrix& m, int row, int granule, int j, const float* from) {
         const Panel panel = panel_of(row, rows.count, rows.by_unit());
         const int n = panel.n, r = row - panel.row;
+        if (row + 1 == rows.count) {
+            for (int beyond = r + 1; beyond < n; ++beyond) put_zeros(rows, m, panel, beyond, granule, j);
+        }
         if (!m.quantised()) {
             float* to = rows.f + panel.row * rows.width + std::ptrdiff_t(granule) * m.cols * n + r;
             for (int i = 0; i < m.cols; ++i) to[std::ptrdiff_t(i) * n] = from[i];
@@ -138,6 +143,24 @@ struct Prepared {
         }
         std::int8_t* to = rows.q + first + r * 4;
         for (int i = 0; i < m.group; i += 4) std::memcpy(to + std::ptrdiff_t(i) * n, codes + i, 4);
+    }
+
+  private:
+    // As `put`, for row r of a panel, which is none of the call's.
+    static void put_zeros(const Rows& rows, const Matrix& m, const Panel& panel, int r, int granule, int j) {
+        const int n = panel.n, columns = m.quantised() ? m.group : m.cols;
+        const std::ptrdiff_t at = std::ptrdiff_t(granule) * std::max(1, m.groups()) + j;
+        const std::ptrdiff_t first = panel.row * rows.width + at * columns * n;
+        const std::ptrdiff_t place = panel.row * rows.groups + at * n + r;
+        for (int i = 0; rows.f != nullptr && i < columns; ++i) rows.f[first + std::ptrdiff_t(i) * n + r] = 0.0F;
+        for (int i = 0; rows.q != nullptr && i < columns; i += 4) {
+            std::memset(rows.q + first + std::ptrdiff_t(i) * n + r * 4, 0, 4);
+        }
+        if (rows.scale != nullptr) rows.scale[place] = 0.0F;
+        if (rows.sum != nullptr) rows.sum[place] = 0.0F;
+        for (int half = 0; rows.halves != nullptr && half < 2; ++half) {
+            rows.halves[2 * (place - r) + half * n + r] = 0;
+        }
     }
 };
 

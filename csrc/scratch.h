@@ -35,10 +35,13 @@ inline int chunk_rows(const Matrix& m, int granules, int t, bool exact) {
     return std::min(t, std::max(1, rows / kHiddenRows) * kHiddenRows);
 }
 
+// At most so many rows are laid out for `rows` rows of activations: the last panel may have a row of zeros.
+constexpr int laid_out_rows(int rows) { return rows == 1 ? 1 : up_to(rows, 2); }
+
 // Bytes of `rows` rows of activations as they are laid out: float32, or int8 with a scale for each group. For integer
 // weights there is also a sum for each group, and where that has 32 columns int16 sums of its halves.
 inline std::size_t prepared_scratch(const Matrix& m, int granules, int rows, bool exact) {
-    const std::size_t n = std::size_t(rows) * std::size_t(granules);
+    const std::size_t n = std::size_t(laid_out_rows(rows)) * std::size_t(granules);
     if (!m.quantised()) return scratch_aligned(4 * n * std::size_t(m.cols));
     const std::size_t groups = n * std::size_t(m.groups()), numbers = groups * std::size_t(m.group);
     if (exact) return scratch_aligned(4 * numbers) + scratch_aligned(4 * groups);
@@ -120,12 +123,12 @@ inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int ac
         scratch_aligned(4 * n * columns) + scratch_aligned(4 * n * d) + ffn_scratch(shape, per_expert, t);
     const int few = std::min(t, kMostFewRows);
     for (const bool exact : {true, false}) {
-        // At most so many experts at once have a row each; or fewer experts have more rows.
+        // At most so many experts at once have a row each; or fewer experts have more rows, of which three are laid out
+        // as four.
         const std::size_t pairs = std::size_t(few) * std::size_t(active);
-        const std::size_t expert_bytes = prepared_scratch(shape.up, 1, 1, exact) +
-                                         prepared_scratch(shape.down, per_expert, 1, exact) +
-                                         2 * scratch_aligned(4 * d);
-        most = std::max(most, pairs * expert_bytes);
+        const std::size_t row_bytes =
+            prepared_scratch(shape.up, 1, 1, exact) + prepared_scratch(shape.down, per_expert, 1, exact);
+        most = std::max(most, pairs * (scratch_aligned((4 * row_bytes + 2) / 3) + 2 * scratch_aligned(4 * d)));
     }
     return most;
 }

@@ -163,21 +163,25 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
 // apart. This is for short tiles, for which the work of `tile_rows` at each tile's beginning and end is most of all
 // work: an FFN of one row in cache reads 181 GB/s of weights this way, and 51 through `tile_rows`. Tiles are taken one
 // after the other: two or four at once would read out of the order in which bytes lie. While a byte is used, the byte
-// `ahead` bytes after it is fetched.
+// `ahead` bytes after it is fetched. `to` and `before` have `real` of the panel's n rows.
 template <bool int4, int kLines, int n>
-void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x,
+void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x, int real,
                const float* before, float* to, std::ptrdiff_t stride) {
     const int groups = m.groups();
     const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
     for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
         Sums<n, 1> sums;
-        for (int r = 0; r < n; ++r) sums.at[r][0] = before != nullptr ? f_load(before + r * stride) : f_zero();
+        for (int r = 0; r < n; ++r) {
+            sums.at[r][0] = before != nullptr && r < real ? f_load(before + r * stride) : f_zero();
+        }
         if (before != nullptr) before += kTileRows;
         for (int j = 0; j < groups; ++j) {
             add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, ahead, false, x.q + j * m.group * n,
                                     x.scale + j * n, x.sum + j * n, sums);
         }
-        for (int r = 0; r < n; ++r) f_store(to + r * stride, sums.at[r][0]);
+        for (int r = 0; r < n; ++r) {
+            if (r < real) f_store(to + r * stride, sums.at[r][0]);
+        }
     }
 }
 
@@ -291,18 +295,19 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
     const std::ptrdiff_t columns = m.quantised() ? groups * m.group : std::ptrdiff_t(m.cols) * tiles.granule;
     // n rows with k tiles at a time, and the remaining tiles one by one.
     const auto step = [&]<int n, int k>(int row) {
+        const int real = std::min(n, hi - row);  // rows of the panel that are the call's
         int tile = 0;
         const auto by_width = [&]<int width>() {
             for (; tile + width <= tiles.count; tile += width) {
                 Sums<n, width> sums;
                 for (int r = 0; r < n; ++r) {
-                    for (int i = 0; i < width; ++i) sums.at[r][i] = start(row + r, tile + i);
+                    for (int i = 0; i < width; ++i) sums.at[r][i] = r < real ? start(row + r, tile + i) : f_zero();
                 }
                 Series series = tiles.series;
                 series.first += std::size_t(tile) * m.tile_bytes();
                 series.reused = x.count > kFewRows;
                 dot<n, width>(m, series, x.panel(row).at(columns, groups, n), sums);
-                for (int r = 0; r < n; ++r) {
+                for (int r = 0; r < real; ++r) {
                     for (int i = 0; i < width; ++i) sink(row + r, tile + i, sums.at[r][i]);
                 }
             }
@@ -312,9 +317,12 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
     };
     int row = lo;
     if constexpr (kUnpacksBlocks) {
-        // Whole panels, of weights in blocks that are unpacked for several of them.
+        // Whole panels, of weights in blocks that are unpacked for several of them. For few panels that takes longer
+        // than to unpack each group where it is multiplied (Zen 4, an FFN: one panel 1.25 to 1.5 times as long, two 1.2
+        // to 1.5).
         const int wide = x.count > kFewRows ? std::min(hi, x.count / kWideRows * kWideRows) : lo;
-        while (in_blocks(m.kind) && x.q != nullptr && tiles.count == kWideTiles && row < wide) {
+        while (in_blocks(m.kind) && x.q != nullptr && tiles.count == kWideTiles &&
+               wide - row >= kLeastUnpackedPanels * kWideRows) {
             const int panels = std::min(kUnpackedPanels, (wide - row) / kWideRows);
             WideSums sums[kUnpackedPanels];
             const auto each = [&](const auto& do_it) {

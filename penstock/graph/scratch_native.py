@@ -80,8 +80,8 @@ def experts_bytes(part: Part, active: int, rows: int) -> int:
     gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
     need = gathered + ffn_bytes(part, part.expert_granules, rows)
     for exact in (True, False):
-        hidden = _prepared_bytes(down, part.expert_granules, 1, exact)
-        pair_bytes = _prepared_bytes(up, 1, 1, exact) + hidden + 2 * round_up(4 * down.rows, _ALIGN)
+        row_bytes = _prepared_bytes(up, 1, 1, exact) + _prepared_bytes(down, part.expert_granules, 1, exact)
+        pair_bytes = round_up((4 * row_bytes + 2) // 3, _ALIGN) + 2 * round_up(4 * down.rows, _ALIGN)
         need = max(need, few * active * pair_bytes)
     return need
 
@@ -111,6 +111,7 @@ def _chunk_rows(block: Block, granules: int, rows: int, exact: bool) -> int:
 
 
 def _prepared_bytes(block: Block, granules: int, rows: int, exact: bool) -> int:
+    rows = rows if rows == 1 else round_up(rows, 2)  # the last panel may have a row of zeros
     if not block.format.is_quantised:
         return round_up(4 * rows * granules * block.cols, _ALIGN)
     groups = rows * granules * block.format.groups(block.cols)
