@@ -8,7 +8,6 @@ namespace {
 
 constexpr int kUnpackedGroups = 8;            // at a time: 4 KiB of factors and 8 of codes, which stay in the L1 cache
 constexpr int kUnpackedPanels = 8;            // that take them one after the other: their sums take 6 KiB
-constexpr int kLeastUnpackedPanels = 4;       // for fewer, codes are unpacked as they are multiplied
 constexpr bool kHoldsSums = kRegisters > 16;  // there are registers for sums beside those of a group
 using WideSums = F[kWideRows][kWideTiles];
 
@@ -17,6 +16,14 @@ using WideSums = F[kWideRows][kWideTiles];
 // a vector a cycle. With 16 registers of half the width all are unpacked but those that are bytes already.
 constexpr bool unpacks(Kind kind) {
     return kHoldsSums ? blocks_of(kind).scaled < kBlockGroup : blocks_of(kind).low < 8;
+}
+
+// Fewer panels are multiplied with what is unpacked meanwhile. On Zen 4 an FFN's product took so many times as long
+// with weights that are unpacked first: with AVX-512 q4_0 1.25, 1.24, 1.11 and 0.99 for one to four panels, and
+// q6_k 1.66, 1.58, 1.33 and some 1.2; with AVX2 q4_0 1.05 and 0.78 for one and two.
+constexpr int least_unpacked_panels(Kind kind) {
+    if (!kHoldsSums) return 2;
+    return blocks_of(kind).scaled < kBlockGroup ? 7 : 4;
 }
 
 // Groups of two tiles. `lines`: of the first tile; those of the second are `next` bytes further on. Scales and minimums

@@ -317,12 +317,10 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
     };
     int row = lo;
     if constexpr (kUnpacksBlocks) {
-        // Whole panels, of weights in blocks that are unpacked for several of them. For few panels that takes longer
-        // than to unpack each group where it is multiplied (Zen 4, an FFN: one panel 1.25 to 1.5 times as long, two 1.2
-        // to 1.5).
+        // Whole panels, of weights in blocks that are unpacked for several of them.
         const int wide = x.count > kFewRows ? std::min(hi, x.count / kWideRows * kWideRows) : lo;
         while (in_blocks(m.kind) && x.q != nullptr && tiles.count == kWideTiles &&
-               wide - row >= kLeastUnpackedPanels * kWideRows) {
+               wide - row >= least_unpacked_panels(m.kind) * kWideRows) {
             const int panels = std::min(kUnpackedPanels, (wide - row) / kWideRows);
             WideSums sums[kUnpackedPanels];
             const auto each = [&](const auto& do_it) {
