@@ -95,9 +95,9 @@ bool all_zero(const float* x, int count) {
 }
 
 // out [end - row0, spaced(m)] = rows [row0, end) of h · a block in tiles of one granule, plus the bias at byte `bias`
-// of the granule (0: none).
-void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule, const Rows& h, int row0, int end,
-                  float* out) {
+// of the granule (0: none). `next`: the bytes that are read afterwards.
+void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule, const std::uint8_t* next,
+                  const Rows& h, int row0, int end, float* out) {
     const Cuts cuts(m, h.count);
     for (int cut = 0; cut < cuts.per_granule; ++cut) {
         const auto sink = [&](int row, int tile, F y) {
@@ -107,7 +107,9 @@ void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule
             }
             f_store(out + (row - row0) * spaced(m) + at, y);
         };
-        tile_rows(m, cuts.tiles_of({granule, 1, 0}, m, cut), h, row0, end, nothing, sink);
+        Tiles tiles = cuts.tiles_of({granule, 1, 0}, m, cut);
+        tiles.then = cut + 1 < cuts.per_granule ? cuts.tiles_of({granule, 1, 0}, m, cut + 1).series.first : next;
+        tile_rows(m, tiles, h, row0, end, nothing, sink);
     }
 }
 
@@ -122,7 +124,7 @@ bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t
         for (int row = row0; row < end; ++row) zeros.note(row, out, shape.up.rows);
         return false;
     }
-    granule_rows(shape.first(), shape.first_bias(), granule, h, row0, end, out);
+    granule_rows(shape.first(), shape.first_bias(), granule, next, h, row0, end, out);
     prefetch_run(next);  // it arrives during the arithmetic below, which reads no weights
     bool any = false;
     for (int row = row0; row < end; ++row) {

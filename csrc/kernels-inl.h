@@ -34,7 +34,9 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
                     const int count = std::min({kTileRows, m.rows - inside, out_cols - column});
                     if (count > 0) out(team, row0 + row, column, y, count);
                 };
-                tile_rows(m, cuts.tiles_of(weights, m, cut), rows, 0, rows.count, nothing, sink);
+                Tiles tiles = cuts.tiles_of(weights, m, cut);
+                if (cut + 1 < last) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
+                tile_rows(m, tiles, rows, 0, rows.count, nothing, sink);
             }
         }
     });
@@ -149,6 +151,7 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
             } else if (!few && weights.count > 1) {
                 tiles.series.ahead = weights.stride;
             }
+            if (!few && cut + 1 < hi) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
             const int column = cuts.tile(cut) * kTileRows;
             const auto place = [&](int row, int tile) {
                 return sum + std::ptrdiff_t(row) * m.rows + column + tile * kTileRows;

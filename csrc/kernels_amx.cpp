@@ -111,7 +111,7 @@ void load_codes(Unit& unit, bool nibbles, const std::uint8_t* p, int columns, st
     unit.template load<to>(lines, kLineBytes);
 }
 
-// The terms of each sum are added as `add_group` of tile-inl.h adds them, so the bits are the same.
+// The terms of each sum are added as `add_group` of wide-inl.h adds them, so the bits are the same.
 template <class Unit>
 void products(const UnitProducts& op) {
     const Matrix& m = op.matrix;

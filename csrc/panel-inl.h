@@ -129,5 +129,14 @@ struct Series {
     bool reused = false;         // further rows read the same weights
 };
 
+// `count` adjacent tiles (at most kMostTiles) in each of some granules.
+struct Tiles {
+    int count;
+    Series series;
+    int granule = 0;  // the granule of the activations that the first of these granules is multiplied with
+    const std::uint8_t* then = nullptr;  // tiles of the same shape that are multiplied next, if that is known
+};
+constexpr int kMostTiles = 4;
+
 }  // namespace
 }  // namespace penstock::PENSTOCK_ISA

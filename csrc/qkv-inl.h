@@ -83,8 +83,10 @@ bool qkv(Pool& pool, const QkvOp& op) {
                     const int column = (cuts.tile(cut) + tile) * kTileRows;
                     store_some(to + column, y, m.rows - column);
                 };
-                tile_rows(m, cuts.tiles_of(weights, m, head * cuts.per_granule + cut), rows, 0, rows.count, nothing,
-                          sink);
+                Tiles tiles = cuts.tiles_of(weights, m, head * cuts.per_granule + cut);
+                // k follows q, and v follows k, in tiles of as many columns.
+                if (i + 1 < last) tiles.then = tiles.series.first + std::size_t(tiles.count) * m.tile_bytes();
+                tile_rows(m, tiles, rows, 0, rows.count, nothing, sink);
             }
         }
         team.barrier();

@@ -8,6 +8,7 @@
 #include "blocks-inl.h"
 #include "blocks-many-inl.h"
 #include "panel-inl.h"
+#include "wide-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -84,65 +85,6 @@ void dot_float(const Matrix& m, const Series& series, const Operand& x, Sums<n, 
     }
 }
 
-// sums += one group of k tiles, which are `next` bytes apart: (Σ code · q) · (scale · x_scale) + minimum · x_sum.
-// `kLines`: lines of a group, so that the compiler unrolls them; 0: known at run time only.
-template <bool int4, int kLines, int n, int k>
-[[gnu::always_inline]] inline void add_group(const Matrix& m, const std::uint8_t* p, std::size_t next,
-                                             std::size_t ahead, bool reused, const std::int8_t* a, const float* x_scale,
-                                             const float* x_sum, Sums<n, k>& sums) {
-    const int lines = kLines > 0 ? kLines : m.group / (int4 ? 8 : 4);
-    constexpr int kChains = int4 && n * k * (kTileRows / kLanes) < 8 ? 2 : 1;
-    constexpr int kHalves = int4 ? 2 : 1;  // codes of a byte
-    using Sum = CodeSum<int4 ? 15 : 255>;
-    Sum whole[n][k][kChains];
-#pragma GCC unroll 8
-    for (int l = 0; l < lines; ++l) {
-        for (int i = 0; i < k; ++i) prefetch(p + std::size_t(i) * next + std::size_t(l) * 64 + ahead, reused);
-        // Both halves of the codes, or with 16 registers one after the other: there is no room for both beside the
-        // sums.
-        constexpr int kAtOnce = kRegisters > 16 ? kHalves : 1;
-#pragma GCC unroll 2
-        for (int first = 0; first < kHalves; first += kAtOnce) {
-            Line codes[k][kAtOnce];
-            for (int i = 0; i < k; ++i) {
-                const Line w = line(p + std::size_t(i) * next + std::size_t(l) * 64);
-                for (int h = 0; h < kAtOnce; ++h) {
-                    codes[i][h] = !int4 ? w : first + h == 0 ? low_nibbles(w) : high_nibbles(w);
-                }
-            }
-            for (int r = 0; r < n; ++r) {
-                for (int i = 0; i < k; ++i) {
-                    for (int h = 0; h < kAtOnce; ++h) {
-                        const int half = first + h;
-                        const std::int8_t* four = a + ((kHalves * l + half) * n + r) * 4;
-                        whole[r][i][half == 0 ? 0 : kChains - 1].add(codes[i][h], four);
-                    }
-                }
-            }
-        }
-        if constexpr (Sum::kFull > 0) {
-            constexpr int kFull = Sum::kFull * kChains / kHalves;  // in lines
-            if (l % kFull != kFull - 1 && l != lines - 1) continue;
-            for (int r = 0; r < n; ++r) {
-                for (int i = 0; i < k; ++i) {
-                    for (Sum& sum : whole[r][i]) sum.widen();
-                }
-            }
-        }
-    }
-    p += std::size_t(lines) * 64;
-    for (int i = 0; i < k; ++i) {
-        const std::uint8_t* at = p + std::size_t(i) * next;
-        const F scale = f_half(at), minimum = f_half(at + 32);
-        for (int r = 0; r < n; ++r) {
-            I total = whole[r][i][0].total;
-            if constexpr (kChains == 2) total = i_add(total, whole[r][i][1].total);
-            sums.at[r][i] = f_fma(f_from(total), f_mul(scale, f_set(x_scale[r])), sums.at[r][i]);
-            sums.at[r][i] = f_fma(minimum, f_set(x_sum[r]), sums.at[r][i]);
-        }
-    }
-}
-
 template <bool int4, int kLines, int n, int k>
 void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k>& out) {
     const int groups = m.groups();
@@ -151,9 +93,10 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
     const float *x_scale = x.scale, *x_sum = x.sum;
     Sums<n, k> sums = out;  // a copy, so that it stays in registers
     const std::uint8_t* p = series.first;
+    const auto fetch = [&](const std::uint8_t* at) { prefetch(at + series.ahead, series.reused); };
     for (int j = 0, left = groups * series.count; left > 0; ++j, --left, a += m.group * n, x_scale += n, x_sum += n) {
         if (j == groups) j = 0, p += series.stride - next;
-        add_group<int4, kLines>(m, p, next, series.ahead, series.reused, a, x_scale, x_sum, sums);
+        add_group<int4, kLines>(m, p, next, fetch, a, x_scale, x_sum, sums);
         p += group_bytes;
     }
     out = sums;
@@ -169,6 +112,7 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ah
                const float* before, float* to, std::ptrdiff_t stride) {
     const int groups = m.groups();
     const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
+    const auto fetch = [&](const std::uint8_t* at) { prefetch(at + ahead, false); };
     for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
         Sums<n, 1> sums;
         for (int r = 0; r < n; ++r) {
@@ -176,7 +120,7 @@ void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ah
         }
         if (before != nullptr) before += kTileRows;
         for (int j = 0; j < groups; ++j) {
-            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, ahead, false, x.q + j * m.group * n,
+            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, fetch, x.q + j * m.group * n,
                                     x.scale + j * n, x.sum + j * n, sums);
         }
         for (int r = 0; r < n; ++r) {
@@ -260,14 +204,6 @@ void dot(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& s
     }
 }
 
-// `count` adjacent tiles (at most kMostTiles) in each of some granules.
-struct Tiles {
-    int count;
-    Series series;
-    int granule = 0;  // the granule of the activations that the first of these granules is multiplied with
-};
-constexpr int kMostTiles = 4;
-
 // The rows of a panel that a unit multiplies with each tile.
 template <class Start, class Sink>
 void unit_rows(const Matrix& m, const Tiles& tiles, Unit unit, const Operand& x, int row, const Start& start,
@@ -316,6 +252,9 @@ void tile_rows(const Matrix& m, const Tiles& tiles, const Rows& x, int lo, int h
         by_width.template operator()<1>();
     };
     int row = lo;
+    if ((m.kind == Kind::kInt4 || m.kind == Kind::kInt8) && x.q != nullptr && !x.by_unit()) {
+        row = wide_rows(m, tiles, x, columns, groups, lo, hi, start, sink);
+    }
     if constexpr (kUnpacksBlocks) {
         // Whole panels, of weights in blocks that are unpacked for several of them.
         const int wide = x.count > kFewRows ? std::min(hi, x.count / kWideRows * kWideRows) : lo;
