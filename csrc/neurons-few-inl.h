@@ -130,8 +130,8 @@ void sum_codes(const FfnOp& op, const Four& four, const Wanted& wanted, int t, f
                 if (!op.skips || first != 0.0F || second != 0.0F) some.add(row_of(i), first, second);
             }
             const int fetched = row == 0 ? ahead_count : 0;
-            two ? add_some<2>(down, some, 0, d, sums, ahead, fetched)
-                : add_some<1>(down, some, 0, d, sums, ahead, fetched);
+            two ? add_some<2>(down, some, 0, d, sums, true, ahead, fetched)
+                : add_some<1>(down, some, 0, d, sums, true, ahead, fetched);
         }
     }
 }

@@ -130,8 +130,8 @@ void add_codes(const FfnOp& op, int g, const Values& from, int column, int colum
         const bool two = row + 1 < count;
         float* const to = sum + std::ptrdiff_t(row) * kSumColumns;
         float* const sums[kPair] = {to, two ? to + kSumColumns : to};
-        two ? add_some<2>(down, some, column, column + columns, sums, nullptr, 0)
-            : add_some<1>(down, some, column, column + columns, sums, nullptr, 0);
+        two ? add_some<2>(down, some, column, column + columns, sums, false, nullptr, 0)
+            : add_some<1>(down, some, column, column + columns, sums, false, nullptr, 0);
     }
 }
 

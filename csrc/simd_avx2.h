@@ -351,25 +351,50 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     _mm256_storeu_si256(v + 1, fours8(a.b, b.b, c.b, d.b));
 }
 
-// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
-// high[j] their column 32 j + 16 + i.
+// Codes of four rows of nibbles, as they lie: 32 bytes of each row, which are twice 16 columns in low nibbles and the
+// next 16 in high ones. Register j has in 128 bits L the four rows' bytes 16 L + 4 j … + 3, side by side.
 constexpr int kQuadLines = 2;
 struct Quads {
-    Line low[kQuadLines], high[kQuadLines];
+    __m256i both[4];
 };
 inline Quads quads_of(const std::uint8_t* const* rows) {
-    const __m256i turned = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     __m256i row[4];
-    for (int i = 0; i < 4; ++i) {
-        row[i] = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i])), turned);
-    }
+    for (int i = 0; i < 4; ++i) row[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i]));
     const __m256i first = _mm256_unpacklo_epi8(row[0], row[1]), second = _mm256_unpackhi_epi8(row[0], row[1]);
     const __m256i third = _mm256_unpacklo_epi8(row[2], row[3]), fourth = _mm256_unpackhi_epi8(row[2], row[3]);
-    const Line both[kQuadLines] = {{_mm256_unpacklo_epi16(first, third), _mm256_unpackhi_epi16(first, third)},
-                                   {_mm256_unpacklo_epi16(second, fourth), _mm256_unpackhi_epi16(second, fourth)}};
-    Quads quads;
-    for (int j = 0; j < kQuadLines; ++j) quads.low[j] = low_nibbles(both[j]), quads.high[j] = high_nibbles(both[j]);
-    return quads;
+    return {{_mm256_unpacklo_epi16(first, third), _mm256_unpackhi_epi16(first, third),
+             _mm256_unpacklo_epi16(second, fourth), _mm256_unpackhi_epi16(second, fourth)}};
 }
+// Which of 16 groups' factors each of the twice 32 columns takes.
+struct QuadGroups {
+    int first, second;
+    explicit QuadGroups(const int* group) : first(group[0]), second(group[1]) {}
+};
+// Sums of codes times factors.
+struct QuadSums {
+    __m256i low[4], high[4];
+    void clear() {
+        for (int j = 0; j < 4; ++j) low[j] = high[j] = _mm256_setzero_si256();
+    }
+    // fours: of each of the 16 groups, the factors of the four rows.
+    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+        const __m256i factors =
+            _mm256_blend_epi32(_mm256_set1_epi32(fours[groups.first]), _mm256_set1_epi32(fours[groups.second]), 0xf0);
+        const __m256i nibble = _mm256_set1_epi8(15);
+        for (int j = 0; j < 4; ++j) {
+            const __m256i top = _mm256_and_si256(_mm256_srli_epi16(quads.both[j], 4), nibble);
+            low[j] = dot8<true>(low[j], _mm256_and_si256(quads.both[j], nibble), factors);
+            high[j] = dot8<true>(high[j], top, factors);
+        }
+    }
+    // to[k]: the sums of columns 16 k … + 15.
+    void columns(I (&to)[2 * kQuadLines]) const {
+        const auto turned = [](const __m256i(&x)[4], I& first, I& second) {
+            first = {_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[2], x[3], 0x20)};
+            second = {_mm256_permute2x128_si256(x[0], x[1], 0x31), _mm256_permute2x128_si256(x[2], x[3], 0x31)};
+        };
+        turned(low, to[0], to[2]), turned(high, to[1], to[3]);
+    }
+};
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -216,23 +216,69 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     _mm512_storeu_si512(to, _mm512_or_si512(ab, cd));
 }
 
-// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
-// high[j] their column 32 j + 16 + i.
+// Codes of four rows of nibbles, as they lie: 64 bytes of each row, which are 4 times 16 columns in low nibbles and the
+// next 16 in high ones. Line j has in 128 bits L the four rows' bytes 16 L + 4 j … + 3, side by side.
 constexpr int kQuadLines = 4;
 struct Quads {
-    Line low[kQuadLines], high[kQuadLines];
+    Line both[kQuadLines];
 };
 inline Quads quads_of(const std::uint8_t* const* rows) {
-    const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i row[4];
-    for (int i = 0; i < 4; ++i) row[i] = _mm512_permutexvar_epi32(turned, _mm512_loadu_si512(rows[i]));
+    for (int i = 0; i < 4; ++i) row[i] = _mm512_loadu_si512(rows[i]);
     const __m512i first = _mm512_unpacklo_epi8(row[0], row[1]), second = _mm512_unpackhi_epi8(row[0], row[1]);
     const __m512i third = _mm512_unpacklo_epi8(row[2], row[3]), fourth = _mm512_unpackhi_epi8(row[2], row[3]);
-    const Line both[kQuadLines] = {_mm512_unpacklo_epi16(first, third), _mm512_unpackhi_epi16(first, third),
-                                   _mm512_unpacklo_epi16(second, fourth), _mm512_unpackhi_epi16(second, fourth)};
-    Quads quads;
-    for (int j = 0; j < kQuadLines; ++j) quads.low[j] = low_nibbles(both[j]), quads.high[j] = high_nibbles(both[j]);
-    return quads;
+    return {{_mm512_unpacklo_epi16(first, third), _mm512_unpackhi_epi16(first, third),
+             _mm512_unpacklo_epi16(second, fourth), _mm512_unpackhi_epi16(second, fourth)}};
 }
+// Which of 16 groups' factors each of the 4 times 32 columns takes.
+struct QuadGroups {
+    __m512i at;
+    explicit QuadGroups(const int* group)
+        : at(_mm512_permutexvar_epi32(
+              _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+              _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group))))) {}
+};
+// acc + Σ over the four bytes of each lane: unsigned weights × signed factors.
+inline __m512i dot_lanes(__m512i acc, __m512i weights, __m512i factors) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(acc, weights, factors);
+#else
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(factors, 8), 8), odd = _mm512_srai_epi16(factors, 8);
+    acc = _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_and_si512(weights, _mm512_set1_epi16(255)), even));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), odd));
+#endif
+}
+// Sums of codes times factors: of whole bytes, and of their high nibbles where they stand, which is 16 times as much.
+struct QuadSums {
+    I whole[kQuadLines], high[kQuadLines];
+    void clear() {
+        for (int j = 0; j < kQuadLines; ++j) whole[j] = high[j] = i_zero();
+    }
+    // fours: of each of the 16 groups, the factors of the four rows.
+    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+        const __m512i factors = _mm512_permutexvar_epi32(groups.at, _mm512_loadu_si512(fours));
+        const __m512i top = _mm512_set1_epi8(static_cast<char>(0xf0));
+        for (int j = 0; j < kQuadLines; ++j) {
+            whole[j] = dot_lanes(whole[j], quads.both[j], factors);
+            high[j] = dot_lanes(high[j], _mm512_and_si512(quads.both[j], top), factors);
+        }
+    }
+    // x[L] = the four registers' bits L of 128, one after the other.
+    static void turn(I (&x)[kQuadLines]) {
+        const I a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[0], x[1], 0xee);
+        const I c = _mm512_shuffle_i32x4(x[2], x[3], 0x44), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+        x[0] = _mm512_shuffle_i32x4(a, c, 0x88), x[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        x[2] = _mm512_shuffle_i32x4(b, d, 0x88), x[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    // to[k]: the sums of columns 16 k … + 15.
+    void columns(I (&to)[2 * kQuadLines]) const {
+        I low[kQuadLines], top[kQuadLines];
+        for (int j = 0; j < kQuadLines; ++j) {
+            low[j] = _mm512_sub_epi32(whole[j], high[j]), top[j] = _mm512_srai_epi32(high[j], 4);
+        }
+        turn(low), turn(top);
+        for (int j = 0; j < kQuadLines; ++j) to[2 * j] = low[j], to[2 * j + 1] = top[j];
+    }
+};
 
 }  // namespace penstock::PENSTOCK_ISA

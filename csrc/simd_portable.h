@@ -354,21 +354,39 @@ inline void i_store_fours(std::int32_t* to, const I& a, const I& b, const I& c, 
     }
 }
 
-// The codes of four rows of nibbles as `i_dot` wants them: lane i of low[j] has the four rows' column 32 j + i, of
-// high[j] their column 32 j + 16 + i.
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of `low` has the four rows' column i, of `high` their
+// column 16 + i.
 constexpr int kQuadLines = 1;
 struct Quads {
-    Line low[kQuadLines], high[kQuadLines];
+    Line low, high;
 };
 inline Quads quads_of(const std::uint8_t* const* rows) {
     Quads quads{};
     for (int row = 0; row < 4; ++row) {
         for (int i = 0; i < 16; ++i) {
-            quads.low[0].v[i] |= (rows[row][i] & 15U) << 8 * row;
-            quads.high[0].v[i] |= std::uint32_t(rows[row][i] >> 4) << 8 * row;
+            quads.low.v[i] |= (rows[row][i] & 15U) << 8 * row;
+            quads.high.v[i] |= std::uint32_t(rows[row][i] >> 4) << 8 * row;
         }
     }
     return quads;
 }
+
+// Which group's factors the line of codes takes, of 16.
+struct QuadGroups {
+    int at;
+    explicit QuadGroups(const int* group) : at(*group) {}
+};
+// Sums of codes times factors.
+struct QuadSums {
+    I low, high;
+    void clear() { low = high = i_zero(); }
+    // fours: of each of the 16 groups, the factors of the four rows.
+    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+        const auto* const four = reinterpret_cast<const std::int8_t*>(fours + groups.at);
+        low = i_dot<true>(low, quads.low, four), high = i_dot<true>(high, quads.high, four);
+    }
+    // to[k]: the sums of columns 16 k … + 15.
+    void columns(I (&to)[2 * kQuadLines]) const { to[0] = low, to[1] = high; }
+};
 
 }  // namespace penstock::PENSTOCK_ISA
