@@ -69,7 +69,8 @@ def _of_memory(model: Path, device_bytes: int, rounds: int) -> dict[str, dict[st
     machine = choose("emulated", load_or_probe(default_cache(), kind="int4"), device_bytes).machine
     routers, firing = routers_of(model, packed.spec, "predict"), firing_of(model, packed.spec, "predict")
     solved = solve(ask, packed.spec, packed.weights, machine, trace=routers, firing=firing, every=True)
-    first = {each.candidate.strategy: each for each in reversed(solved.compared)}  # of several the fastest
+    # Of several plans of a way the fastest. Ways may come to the same plan.
+    first = {name: each for each in reversed(solved.compared) for name in each.candidate.names}
     if not set(WAYS) <= set(first):
         return {}
     engines = {way: Engine.load(model, ask, replace(how, plan=first[way].candidate.plan)) for way in WAYS}

@@ -33,6 +33,11 @@ class Candidate(NamedTuple):
     also: tuple[str, ...] = ()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of all strategies that came to the plan."""
+        return (self.strategy, *self.also)
+
+    @property
     def may_be_chosen(self) -> bool:
         """Whether the runtime can run the plan, and its answers are the model's."""
         return not self.lossy and not self.cannot_run
@@ -44,7 +49,7 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
     for each in candidates:
         for i, other in enumerate(kept):
             if (other.plan, other.cannot_run, other.lossy) == (each.plan, each.cannot_run, each.lossy):
-                if each.strategy not in (other.strategy, *other.also):
+                if each.strategy not in other.names:
                     kept[i] = other._replace(also=(*other.also, each.strategy))
                 break
         else:

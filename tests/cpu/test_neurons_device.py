@@ -159,7 +159,8 @@ def test_predictors_are_planned_beside_a_device(predicted: dict[tuple[str, str, 
     )
     firing = replace(expected(packed.spec), foretold=foretold(known, packed.spec))
     solved = solve(ask, packed.spec, packed.weights, chosen.machine, firing=firing, every=True)
-    runs = {each.candidate.strategy: each.candidate.plan for each in solved.compared if not each.candidate.cannot_run}
+    candidates = [each.candidate for each in solved.compared if not each.candidate.cannot_run]
+    runs = {name: each.plan for each in candidates for name in each.names}
     assert {powerinfer.NAME, powerinfer.MEASURED, powerinfer.HOTTEST} <= set(runs)
     for name in (powerinfer.NAME, powerinfer.MEASURED, solved.strategy):
         plan = runs[name]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.planner.solve import solve
 from penstock.serve.calibration import calibrated
 from penstock.serve.generation import Generation
-from penstock.serve.history import Run, band, note_run, runs
+from penstock.serve.history import Phase, Run, band, note_run, runs
 from penstock.serve.lately import MOST_TIMES, MOST_TIMES_ROUGH, RECENT, Lately, as_runs_show, lately, why
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -182,9 +182,16 @@ PHASES = st.builds(
     st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.sampled_from([BYTES, ALPHA, DISK, INT4]), st.floats(0, 1),
     st.floats(1e-3, 1e3),
 )  # fmt: skip
+
+
+def drawn_run(step: Phase, first: Phase, weights: str, days: float, mode: str) -> Run:
+    """No run in bfloat16 hangs on a figure of int4."""
+    weights = "int4" if INT4 in (step.dominant.figure, first.dominant.figure) else weights
+    return replace(a_run(step, first, weights), at_s=NOW - days * DAY, sparsity=mode)
+
+
 RUNS = st.builds(
-    lambda step, first, weights, days, mode: replace(a_run(step, first, weights), at_s=NOW - days * DAY, sparsity=mode),
-    PHASES, PHASES, st.sampled_from(["bfloat16", "int4"]), st.floats(-1e9, 1e9) | st.floats(0, 3),
+    drawn_run, PHASES, PHASES, st.sampled_from(["bfloat16", "int4"]), st.floats(-1e9, 1e9) | st.floats(0, 3),
     st.sampled_from(["off", "exact"]),
 )  # fmt: skip
 

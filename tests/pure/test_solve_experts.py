@@ -152,7 +152,7 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         found = list(experts.candidates(Problem(settled, spec, fmt, machine)))
     except DoesNotFit:
         return
-    for _, plan, reasons, cannot_run, _ in found:
+    for _, plan, reasons, cannot_run, *_ in found:
         check_plan(plan, spec, fmt)
         used = plan.tier_bytes()
         assert used["gpu0"] <= (ask.device_memory_bytes or 0)
