@@ -132,6 +132,15 @@ bool fetches_past_l2() {
 #endif
 }
 
+bool fetches_rows_into_l2() {
+#if defined(__x86_64__)
+    static const bool into = is_amd();
+    return into;
+#else
+    return false;
+#endif
+}
+
 bool may_use_tiles() {
 #if defined(__x86_64__)
     constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h, since Linux 5.16
