@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -81,40 +80,19 @@ void step(Program& program, const std::shared_ptr<Demand>& demand, const Action&
     });
 }
 
-// Compares granules that have arrived, all threads of the pool together. Returns false where there were none.
-bool compare_some(Pool& pool, Reads& reads) {
-    const auto arrived = reads.take_arrived();
-    if (!arrived) return false;
-    std::vector<std::optional<std::int64_t>> wrong(std::size_t(pool.threads()));
-    pool.run(kByAll, [&](const Team& team) {
-        const auto [from, to] = team.share(int(arrived->count()));
-        wrong[std::size_t(team.id())] = arrived->first_wrong(from, to);
-    });
-    const auto first = std::find_if(wrong.begin(), wrong.end(), [](const auto& each) { return each.has_value(); });
-    reads.compared(*arrived, first == wrong.end() ? std::nullopt : *first);
-    return true;
-}
-
 // Waits for a load without sleep at first: sleeping threads wake some 50 µs late, and an expert takes 700. Meanwhile
-// the pool compares what has arrived with its checksums, also where that belongs to loads after this one, which end
-// together with it on many disks. Then it reads what the next ops want into the caches, 2 to 3 times as fast there as
-// in RAM. When that is done, an empty job now and then keeps its workers from sleeping, unless the disk is slow.
+// the pool reads what the next ops want into the caches, 2 to 3 times as fast there as in RAM. When that is done, an
+// empty job now and then keeps its workers from sleeping, unless the disk is slow.
 void wait_awake(ReadAhead& ahead, Pool& pool, Reads& reads, const Load& load) {
     const double until_s = now_s() + kAwake_s;
     double next_job_s = now_s() + kStir_s;
-    {
-        const Reads::Comparing comparing(reads);
-        for (;;) {
-            reads.progress();
-            if (compare_some(pool, reads)) continue;
-            if (load.done.load(std::memory_order_acquire)) break;
-            if (ahead.some(pool)) continue;
-            const double time_s = now_s();
-            if (time_s > until_s) break;
-            if (time_s > next_job_s) {
-                pool.run(kByAll, [](const Team&) {});
-                next_job_s = time_s + kStir_s;
-            }
+    for (reads.progress(); !load.done.load(std::memory_order_acquire); reads.progress()) {
+        if (ahead.some(pool)) continue;
+        const double time_s = now_s();
+        if (time_s > until_s) break;
+        if (time_s > next_job_s) {
+            pool.run(kByAll, [](const Team&) {});
+            next_job_s = time_s + kStir_s;
         }
     }
     wait_for(reads, load);

@@ -96,14 +96,13 @@ void Reads::finish(const Block& block) {
         }
     } else if (auto arrived = arrived_whole(block.load, lo, hi)) {
         to_compare_.push_back(*std::move(arrived));
-        any_to_compare_.store(true, std::memory_order_release);
-        if (comparing_elsewhere_ == 0) comparing_.notify_one();
-        return;  // the block stays under way until it is compared
+        comparing_.notify_one();
+        return;  // the block stays under way until compare() settles it
     }
     settle(block.load);
 }
 
-std::optional<Arrived> Reads::arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi) {
+std::optional<Reads::Arrived> Reads::arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi) {
     if (load->lacking.empty() || lo == hi) return std::nullopt;
     const std::int64_t stride = load->expected.stride;
     Arrived arrived{load, lo / stride, lo / stride};
@@ -136,54 +135,21 @@ void Reads::settle(const LoadPtr& load) {
     if (!queue_.empty()) wake();  // the next load may have waited for this load's memory
 }
 
-std::optional<std::int64_t> Arrived::first_wrong(std::int64_t from, std::int64_t to) const {
-    const auto& [sums, first, stride] = load->expected;
-    const auto wrong = sums->first_wrong(first + lo + from, to - from, load->begin() + (lo + from) * stride, stride);
-    return wrong ? std::optional(from + *wrong) : std::nullopt;
-}
-
 void Reads::compare() {
     std::unique_lock lock(mutex_);
     for (;;) {
-        comparing_.wait(lock,
-                        [this] { return compares_no_more_ || (comparing_elsewhere_ == 0 && !to_compare_.empty()); });
-        if (to_compare_.empty()) {
-            if (compares_no_more_) return;
-            continue;
-        }
+        comparing_.wait(lock, [this] { return compares_no_more_ || !to_compare_.empty(); });
+        if (to_compare_.empty()) return;
+        const Arrived now = std::move(to_compare_.front());
+        to_compare_.pop_front();
         lock.unlock();
-        if (const auto arrived = take_arrived()) compared(*arrived, arrived->first_wrong(0, arrived->count()));
+        const auto& [sums, first, stride] = now.load->expected;
+        const std::byte* const at = now.load->begin() + now.lo * stride;
+        const auto wrong = sums->first_wrong(first + now.lo, now.hi - now.lo, at, stride);
         lock.lock();
+        if (wrong) spoil(*now.load, (now.lo + *wrong) * stride, 0, now.lo + *wrong);
+        settle(now.load);
     }
-}
-
-std::optional<Arrived> Reads::take_arrived() {
-    if (!any_to_compare_.load(std::memory_order_acquire)) return std::nullopt;
-    const std::lock_guard lock(mutex_);
-    if (to_compare_.empty()) return std::nullopt;
-    Arrived arrived = std::move(to_compare_.front());
-    to_compare_.pop_front();
-    any_to_compare_.store(!to_compare_.empty(), std::memory_order_release);
-    return arrived;
-}
-
-void Reads::compared(const Arrived& arrived, std::optional<std::int64_t> wrong) {
-    const std::lock_guard lock(mutex_);
-    if (wrong) {
-        const std::int64_t granule = arrived.lo + *wrong;
-        spoil(*arrived.load, granule * arrived.load->expected.stride, 0, granule);
-    }
-    settle(arrived.load);
-}
-
-Reads::Comparing::Comparing(Reads& reads) : reads_(reads) {
-    const std::lock_guard lock(reads_.mutex_);
-    ++reads_.comparing_elsewhere_;
-}
-
-Reads::Comparing::~Comparing() {
-    const std::lock_guard lock(reads_.mutex_);
-    if (--reads_.comparing_elsewhere_ == 0 && !reads_.to_compare_.empty()) reads_.comparing_.notify_one();
 }
 
 void Reads::stop_comparing() {

@@ -3,9 +3,9 @@
 // last blocks of this load are still under way, and no thread has to be woken in between. So the disk does not idle
 // between two loads.
 //
-// A load may come with checksums. A separate thread then compares each granule as soon as its last block is there, or
-// who waits for it awake does, while the disk goes on with `depth` blocks in flight. The load is done when its last
-// granule was right. One thread hashes 10 GB/s and more, which is more than any disk known to us reads.
+// A load may come with checksums. A separate thread then compares each granule as soon as its last block is there,
+// while the disk goes on with `depth` blocks in flight. The load is done when its last granule was right. One thread
+// hashes 10 GB/s and more, which is more than any disk known to us reads.
 #pragma once
 
 #include <atomic>
@@ -94,16 +94,6 @@ struct Attempt {
     std::int64_t result(std::int64_t true_result) const { return true_result < most ? true_result : most; }
 };
 
-// Granules [lo, hi) of a load that have arrived and are to be compared with their checksums.
-struct Arrived {
-    LoadPtr load;
-    std::int64_t lo, hi;
-
-    std::int64_t count() const { return hi - lo; }
-    // The first wrong one of those from number `from` up to `to`, counted from `lo`.
-    std::optional<std::int64_t> first_wrong(std::int64_t from, std::int64_t to) const;
-};
-
 // The result of reading one block: bytes, errno, and the first granule whose checksum is wrong.
 struct CheckedRead {
     ReadResult read;
@@ -126,22 +116,6 @@ class Reads {
     virtual void progress() {}
     // Waits for a load. Returns true once it is done, false after about so many seconds.
     bool wait(const Load& load, double seconds);
-    // While one is there, somebody who does not sleep takes what has arrived and compares it, and the thread that
-    // compares is left asleep. Beside threads that spin on every core it would wait for a turn with each load.
-    class Comparing {
-      public:
-        explicit Comparing(Reads& reads);
-        ~Comparing();
-        Comparing(const Comparing&) = delete;
-        Comparing& operator=(const Comparing&) = delete;
-
-      private:
-        Reads& reads_;
-    };
-    // What has arrived first and nobody compares yet. The caller compares it, and says so by `compared`.
-    std::optional<Arrived> take_arrived();
-    // `wrong`: the first granule that is not what its checksum says, counted from the first that arrived.
-    void compared(const Arrived& arrived, std::optional<std::int64_t> wrong);
     // Reads and compares one block in the calling thread, past the queue. If the caller waits for the block anyway, to
     // wake another thread would take longer.
     CheckedRead read(int fd, std::int64_t offset, std::byte* to, std::int64_t nbytes, const Expected& expected = {});
@@ -176,6 +150,12 @@ class Reads {
     bool stop_ = false;
 
   private:
+    // Granules [lo, hi) of a load that have arrived.
+    struct Arrived {
+        LoadPtr load;
+        std::int64_t lo, hi;
+    };
+
     bool blocked(const Load& load) const;
     // These three are called under mutex_.
     static std::optional<Arrived> arrived_whole(const LoadPtr& load, std::int64_t lo, std::int64_t hi);
@@ -193,8 +173,6 @@ class Reads {
     std::atomic<std::int64_t> bytes_read_ = 0;
 
     std::deque<Arrived> to_compare_;
-    std::atomic<bool> any_to_compare_ = false;  // what is in the queue, for who looks often
-    int comparing_elsewhere_ = 0;               // objects of `Comparing`
     bool compares_no_more_ = false;
     std::condition_variable comparing_;
     std::thread comparer_;  // starts with the first load that has checksums
