@@ -28,6 +28,7 @@ Figures = dict[str, Any]
 
 # Of the peak of int8 dot products in registers that products of many rows reach (`penstock bench ops`, docs/LOG.md).
 INT8_SHARE = 0.58
+IMPORT_S = 300  # at most, of a peer's modules
 # What each peer imports.
 MODULES = {"llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "psutil", "torch", "transformers")}
 PEAKS = 9  # readings of a peak, of which the median counts: one takes 16 ms, and halves where others have a core
@@ -38,7 +39,12 @@ def absent(peers: Iterable[str]) -> dict[str, str]:
     why = {}
     for peer in MODULES.keys() & set(peers):
         code = f"import {', '.join(MODULES[peer])}"
-        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-P", "-c", code]  # -P: nothing from the folder that the user stands in
+        try:
+            tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=IMPORT_S)
+        except subprocess.TimeoutExpired:
+            why[peer] = f"its import takes more than {IMPORT_S} s"
+            continue
         if tried.returncode:
             why[peer] = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
     return why

@@ -288,12 +288,12 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     vst1q_s32(to + 8, fours.c), vst1q_s32(to + 12, fours.d);
 }
 
-// The codes of four rows of nibbles as `i_dot` wants them: lane i of `low` has the four rows' column i, of `high` their
-// column 16 + i.
-constexpr int kQuadLines = 1;
-struct Quads {
-    Line low, high;
-};
+}  // namespace penstock::PENSTOCK_ISA
+
+#include "quad-line-inl.h"
+
+namespace penstock::PENSTOCK_ISA {
+
 inline Quads quads_of(const std::uint8_t* const* rows) {
     const uint8x16_t r0 = vld1q_u8(rows[0]), r1 = vld1q_u8(rows[1]), r2 = vld1q_u8(rows[2]), r3 = vld1q_u8(rows[3]);
     const auto words = [](uint8x16_t bytes) { return vreinterpretq_u16_u8(bytes); };
@@ -304,23 +304,5 @@ inline Quads quads_of(const std::uint8_t* const* rows) {
                        vreinterpretq_s32_u16(vzip2q_u16(second, fourth))};
     return {low_nibbles(both), high_nibbles(both)};
 }
-
-// Which group's factors the line of codes takes, of 16.
-struct QuadGroups {
-    int at;
-    explicit QuadGroups(const int* group) : at(*group) {}
-};
-// Sums of codes times factors.
-struct QuadSums {
-    I low, high;
-    void clear() { low = high = i_zero(); }
-    // fours: of each of the 16 groups, the factors of the four rows.
-    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
-        const auto* const four = reinterpret_cast<const std::int8_t*>(fours + groups.at);
-        low = i_dot<true>(low, quads.low, four), high = i_dot<true>(high, quads.high, four);
-    }
-    // to[k]: the sums of columns 16 k … + 15.
-    void columns(I (&to)[2 * kQuadLines]) const { to[0] = low, to[1] = high; }
-};
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,32 @@
+// Sums of int4 neurons' rows, four rows in a line, for the instruction sets whose lines have 16 columns of them:
+// included by their simd headers, after `i_dot`.
+#pragma once
+
+namespace penstock::PENSTOCK_ISA {
+
+// The codes of four rows of nibbles as `i_dot` wants them: lane i of `low` has the four rows' column i, of `high` their
+// column 16 + i.
+constexpr int kQuadLines = 1;
+struct Quads {
+    Line low, high;
+};
+
+// Which group's factors the line of codes takes, of 16.
+struct QuadGroups {
+    int at;
+    explicit QuadGroups(const int* group) : at(*group) {}
+};
+// Sums of codes times factors.
+struct QuadSums {
+    I low, high;
+    void clear() { low = high = i_zero(); }
+    // fours: of each of the 16 groups, the factors of the four rows.
+    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+        const auto* const four = reinterpret_cast<const std::int8_t*>(fours + groups.at);
+        low = i_dot<true>(low, quads.low, four), high = i_dot<true>(high, quads.high, four);
+    }
+    // to[k]: the sums of columns 16 k … + 15.
+    void columns(I (&to)[2 * kQuadLines]) const { to[0] = low, to[1] = high; }
+};
+
+}  // namespace penstock::PENSTOCK_ISA
