@@ -3,17 +3,15 @@
 Models of two shapes, random weights of 4.5 bits: int4 in groups of 64 here, Q4_0 there. Both engines are there at once,
 each in a process of its own (`bench/peers`), and take turns; ceilings are measured between the turns. The machine
 drifts, so `…_vs_…`, `…_share_…` and `…_gain` are medians of what each round gives, not quotients of medians. The last
-line is one JSON object.
+line is one JSON object, which comes whatever fails (`bench.report`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 from bench.cpu_families import attention, families
 from bench.peers import Answer, Worker
 from bench.peers.random_gguf import bytes_per_token, load_config, write
+from bench.report import Report, last_line, model_folder
 from penstock import _native
 from penstock.runtime import host
 from penstock.runtime.this_machine import cpu_name
@@ -206,20 +205,24 @@ def measure(name: str, config_file: Path, folder: Path, rounds: int, ceilings: C
     }
 
 
-def measure_last(name: str, config_file: Path, folder: Path, wanted: argparse.Namespace, ceilings: Ceilings) -> Any:
+def measure_last(
+    name: str, config_file: Path, folder: Path, wanted: argparse.Namespace, ceilings: Ceilings, report: Report,
+    results: dict[str, Any],
+) -> None:  # fmt: skip
     """Families of kernels, and attention by the cache's format, of the last shape that was asked for."""
     config = load_config(config_file)
     model, gguf = folder / f"{config_file.stem}-int4", folder / f"{config_file.stem}-q4_0.gguf"
-    context, rounds, found = min(CONTEXT, config["max_position_embeddings"]), wanted.rounds, {}
+    context, rounds = min(CONTEXT, config["max_position_embeddings"]), wanted.rounds
+    results["isa_shape"] = name
     if "isa" in wanted.only:
-        write_models(config_file, model, gguf)
-        tokens = int(max(4, min(MOST_DECODE_TOKENS, DECODE_BYTES // bytes_per_token(config))))
-        found["isa"] = families(model, gguf, config_file, context, tokens, rounds, ceilings)
-    if "attention" in wanted.only:
-        write_models(config_file, model, gguf)
-        for tokens in (LONG_TOKENS, 4 * LONG_TOKENS):
-            found[f"attention_{tokens // 1024}k"] = attention(model, tokens, context, rounds, ceilings)
-    return {**found, "isa_shape": name}
+        with report.part("isa"):
+            write_models(config_file, model, gguf)
+            tokens = int(max(4, min(MOST_DECODE_TOKENS, DECODE_BYTES // bytes_per_token(config))))
+            results["isa"] = families(model, gguf, config_file, context, tokens, rounds, ceilings)
+    for tokens in (LONG_TOKENS, 4 * LONG_TOKENS) if "attention" in wanted.only else ():
+        with report.part(f"attention_{tokens // 1024}k"):
+            write_models(config_file, model, gguf)
+            results[f"attention_{tokens // 1024}k"] = attention(model, tokens, context, rounds, ceilings)
 
 
 def _shape(text: str) -> tuple[str, Path]:
@@ -242,19 +245,21 @@ def main() -> None:
     if wanted.rounds < LEAST_ROUNDS:
         print(f"{wanted.rounds} rounds are fewer than {LEAST_ROUNDS}: good for a look, not for a figure")
     ceilings = Ceilings(wanted.threads)
-    results = {}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        folder = wanted.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+
+    def line() -> dict[str, Any]:
+        machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
+        bounds = {name: spread(readings) for name, readings in ceilings.readings.items() if readings}
+        for name, bound in bounds.items():
+            print(f"{name}: {bound['median']:.4g} ({bound['min']:.4g} to {bound['max']:.4g})")
+        return {"bench": "cpu", "rounds": wanted.rounds, "machine": machine, "ceilings": bounds, **results}
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
         shapes = dict(wanted.shapes or DEFAULT_SHAPES)
         for name, config_file in shapes.items() if "engines" in wanted.only else ():
-            results[name] = measure(name, config_file, folder, wanted.rounds, ceilings)
-        results |= measure_last(*list(shapes.items())[-1], folder, wanted, ceilings)
-    machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
-    bounds = {name: spread(readings) for name, readings in ceilings.readings.items()}
-    for name, bound in bounds.items():
-        print(f"{name}: {bound['median']:.4g} ({bound['min']:.4g} to {bound['max']:.4g})")
-    print(json.dumps({"bench": "cpu", "rounds": wanted.rounds, "machine": machine, "ceilings": bounds, **results}))
+            with report.part(name):
+                results[name] = measure(name, config_file, folder, wanted.rounds, ceilings)
+        measure_last(*list(shapes.items())[-1], folder, wanted, ceilings, report, results)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ models` has written what they read and `--only ready` has probed the machine; `-
 shorter. A file holds turns of one build, machine, shape and number of tokens: others end the bench. The last line is
 one JSON object of all rounds of which every turn is there (of a budget, ours alone where the peer had none, with null
 beside it). It names the parts that are missing and the turns that have fewer rounds than others of their part, and
-says when each turn was measured and of how many builds of the package they are.
+says when each turn was measured and of how many builds of the package they are. A part that fails is told there, and
+the others go on (`bench.report`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bench.experts_engines import TABLES, WEIGHTS, Engines
 from bench.experts_rounds import PEERS, Part, Tokens, budget, medians, prefill, resident, without_facts
 from bench.offload_engines import tell
+from bench.report import last_line, model_folder
 from bench.rounds import Figures, Rounds, checksum, this_machine
 
 BUDGETS_GB = ("13.5", "9.2", "4.9")
@@ -137,33 +137,39 @@ def asked(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     wanted = asked()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        engines = Engines((wanted.folder or Path(temporary)).resolve(), wanted.config)
-        engines.folder.mkdir(parents=True, exist_ok=True)
-        tokens = Tokens(*wanted.tokens) if wanted.tokens else None
-        rounds = Rounds(wanted.rows, about_of(engines, tokens))
+    with model_folder(wanted.folder) as folder:
+        engines = Engines(folder, wanted.config)
         if {"models", "ready"} & set(wanted.only or ()):
             engines.make(table_of(wanted.tables), not wanted.alone)
             if "ready" in wanted.only:
                 engines.ready()
             return
-        results: Figures = {}
-        missing: list[str] = []
-        for name, (only, table, part) in parts_of(engines, tokens, not wanted.alone).items():
-            if only in (wanted.only or (only,)) and table in wanted.tables:
-                due = left(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
-                if due:
-                    engines.make(table_of([table]), any(turn in PEERS for _, turn in due))
-                    engines.ready()
-                    measure(rounds, name, part, due)
-            figures, lacking = found(rounds, name, part)
-            missing += lacking
-            if figures is None:
-                continue
+        tokens = Tokens(*wanted.tokens) if wanted.tokens else None
+        rounds = Rounds(wanted.rows, about_of(engines, tokens))
+        parts = parts_of(engines, tokens, not wanted.alone)
+        with last_line(lambda: line(rounds, parts)) as report:
+            for name, (only, table, part) in parts.items():
+                if only not in (wanted.only or (only,)) or table not in wanted.tables:
+                    continue
+                with report.part(name):
+                    due = left(rounds, name, part, wanted.rounds or ROUNDS.get(only, 3), wanted.turns)
+                    if due:
+                        engines.make(table_of([table]), any(turn in PEERS for _, turn in due))
+                        engines.ready()
+                        measure(rounds, name, part, due)
+
+
+def line(rounds: Rounds, parts: dict[str, tuple[str, str, Part]]) -> Figures:
+    """All rounds of all parts of which every turn is there, and what is missing."""
+    results: Figures = {}
+    missing: list[str] = []
+    for name, (only, table, part) in parts.items():
+        figures, lacking = found(rounds, name, part)
+        missing += lacking
+        if figures is not None:
             at = results.setdefault(only, {})
             at |= figures if table == "uniform" else {table: figures}
-    print(json.dumps({"bench": "experts", "machine": this_machine(), **rounds.facts(), "missing": missing, **results}))
-    sys.stdout.flush()
+    return {"bench": "experts", "machine": this_machine(), **rounds.facts(), "missing": missing, **results}
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ rate, from the command to the first word, decode and prefill in RAM, decode with
 models at hand, quantised by llama.cpp itself: perplexity, greedy agreement and KL divergence. Engines take turns,
 ceilings are measured between the turns, and quotients are medians of what each round gives. A figure that could not be
 measured is null, with a reason. With --results parts of it, by --mixes and --only, give one line together. The last
-line is one JSON object.
+line is one JSON object, which comes whatever fails (`bench.report`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +31,7 @@ from bench.offload import Setting
 from bench.offload_engines import Engines, tell
 from bench.peers import Worker
 from bench.peers.random_gguf import MIXES, MXFP4, bytes_per_token, load_config, write
+from bench.report import last_line, model_folder
 from bench.rounds import build, checksum, this_machine
 from penstock.runtime import host
 from penstock.units import GIB, format_bytes
@@ -220,19 +219,28 @@ def main() -> None:
     start_s = time.perf_counter()
     facts = facts_of(wanted)
     parts = Parts(wanted.results, facts)
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
-        folder = (wanted.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def line() -> Figures:
+        results = parts.line((*MIXES, MXFP4), ALWAYS)
+        tell_bars(results)
+        return {"bench": "files", **facts, "took_s": time.perf_counter() - start_s, **results}
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder, model_folder(None) as temporary:
         for mix in wanted.mixes:
-            if set(wanted.only) - {"quality"}:
-                engines = FileEngines(folder, wanted.shape, mix)
-                of_mix = sections_of_mxfp4(folder, wanted) if mix == MXFP4 else sections(engines, wanted)
-                for name, part in of_mix:
-                    parts.measure(mix, name, part, wanted.rounds)
+            with report.part(mix):
+                if set(wanted.only) - {"quality"}:
+                    engines = FileEngines(folder, wanted.shape, mix)
+                    of_mix = sections_of_mxfp4(folder, wanted) if mix == MXFP4 else sections(engines, wanted)
+                    for name, part in of_mix:
+                        with report.part(f"{mix} {name}"):
+                            parts.measure(mix, name, part, wanted.rounds)
             if "quality" in wanted.only and not wanted.prepare:
-                quality = partial(compare, mix, wanted.text, wanted.characters, Path(temporary))
-                parts.measure(mix, "quality", quality, 1)
-    results = parts.line((*MIXES, MXFP4), ALWAYS)
+                with report.part(f"{mix} quality"):
+                    quality = partial(compare, mix, wanted.text, wanted.characters, temporary)
+                    parts.measure(mix, "quality", quality, 1)
+
+
+def tell_bars(results: Figures) -> None:
     for mix in results:
         for name, bar in BARS.items():
             if results[mix].get(name) is not None:
@@ -240,7 +248,6 @@ def main() -> None:
         for name, value in results[mix].items():
             if name not in BARS and isinstance(value, float | int | None):
                 print(f"{mix:8} {name:28} {value if value is None else format(value, '.6g')}")
-    print(json.dumps({"bench": "files", **facts, "took_s": time.perf_counter() - start_s, **results}))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
 Each engine has a memory cgroup of the limit to itself, the whole process from its first instruction on. They take
 turns with an empty page cache; ceilings (RAM, direct reads into huge pages) are read right before and right after. The
 bound of a token is max(streamed bytes / disk rate, bytes of weights / RAM rate). Shares and quotients are medians of
-what each round gives. GB are 10^9 bytes. The last line is one JSON object.
+what each round gives. GB are 10^9 bytes. The last line is one JSON object, which comes whatever fails
+(`bench.report`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,8 +24,8 @@ from bench.cgroup import Cgroup, whole_pages
 from bench.cpu import busy_s, spread
 from bench.offload_engines import Engines, tell
 from bench.peers import Answer, Worker, WorkerEnded
-from penstock.runtime import host
-from penstock.runtime.this_machine import cpu_name
+from bench.report import last_line, model_folder
+from bench.rounds import this_machine
 
 LIMITS_GB = {"8b": (3.99, 2.86, 1.73), "1b_bf16": (2.0, 1.6)}
 PEERS = {"8b": "llamacpp", "1b_bf16": "accelerate"}
@@ -207,9 +206,13 @@ def main() -> None:
     wanted = parser.parse_args()
     results: Figures = {}
     start_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        engines = Engines((wanted.folder or Path(temporary)).resolve())
-        engines.folder.mkdir(parents=True, exist_ok=True)
+
+    def line() -> Figures:
+        took_s = time.perf_counter() - start_s
+        return {"bench": "offload", "rounds": wanted.rounds, "machine": this_machine(), "took_s": took_s, **results}
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
+        engines = Engines(folder)
         for shape in LIMITS_GB:
             if shape in wanted.only or (shape == "8b" and "prefill" in wanted.only):
                 engines.write(shape)
@@ -217,16 +220,15 @@ def main() -> None:
         for shape, limits in LIMITS_GB.items():
             if shape in wanted.only:
                 ceilings = engines.ceilings(shape)
-                chosen = [gb for gb in limits if wanted.limits is None or gb in wanted.limits]
-                settings = {str(gb): Setting(engines, shape, gb, ceilings) for gb in chosen}
-                results[shape] = {name: setting.measure(wanted.rounds) for name, setting in settings.items()}
+                results[shape] = {}
+                for gb in (gb for gb in limits if wanted.limits is None or gb in wanted.limits):
+                    with report.part(f"{shape} {gb}"):
+                        results[shape][str(gb)] = Setting(engines, shape, gb, ceilings).measure(wanted.rounds)
                 ceilings.close()
         if "prefill" in wanted.only:
-            results["prefill"] = measure_prefill(engines, PREFILL_GB, wanted.rounds)
-            results[f"prefill_{PREFILL_GB}_vs_resident"] = results["prefill"]["limited_vs_resident"]
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    took_s = time.perf_counter() - start_s
-    print(json.dumps({"bench": "offload", "rounds": wanted.rounds, "machine": machine, "took_s": took_s, **results}))
+            with report.part("prefill"):
+                results["prefill"] = measure_prefill(engines, PREFILL_GB, wanted.rounds)
+                results[f"prefill_{PREFILL_GB}_vs_resident"] = results["prefill"]["limited_vs_resident"]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Each setting is planned from this machine's figures, probed for it, before it is
 ceilings (RAM and disk reads, dot products) are read before the probe, right before the run and right after. Where they
 differ by more than a tenth, or halves of its answers do, or other processes took more than 3 % of the processors
 meanwhile, the setting comes again, its probe too, when all others had their turn: what disturbs a shared machine goes
-on for minutes. The last line is one JSON object.
+on for minutes. The last line is one JSON object, which comes whatever fails (`bench.report`).
 
 Beside the probe's prediction each row has three more: by a quick probe, made once at the start; by the same after the
 runs so far have shifted its rates; and the promise as it is renewed right before the run. `--probe once` measures the
@@ -21,7 +21,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -33,6 +32,7 @@ from bench import predict_quick
 from bench.cpu import DEFAULT_SHAPES
 from bench.peers import token_ids
 from bench.predict_quick import Hasty, keep_machine, kept_machine, renewed_fields
+from bench.report import Report, last_line, model_folder
 from bench.rounds import build, checksum, kept_rows, this_machine
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import Solved, settle_context, solve
@@ -60,6 +60,7 @@ CEILINGS = 5  # readings of each ceiling, of which the median counts
 DRIFT, OTHERS = 0.10, 0.03  # of a ceiling; of the processors' time, that others took meanwhile: more is a disturbance
 
 Setting = tuple[str, float, int, int]  # shape, share, prompt, batch
+Rows = dict[Setting, dict[str, Any]]
 
 
 def differ(one: Ceilings, other: Ceilings, streams: bool) -> float:
@@ -131,14 +132,15 @@ def measure(model: Path, share: float, prompt: int, batch: int, machine: Machine
 
 def in_turns(
     settings: Sequence[Setting], models: dict[str, Path], machine: Machine, attempts: int, most_s: float,
-    keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float, part: int | None = None,
-    about: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each setting, the least disturbed one of up to `attempts`, whatever its error; the steady ones come
-    once. After `most_s` no setting comes again, and after `part` runs of settings there is no other. `known`: attempts
-    of a run before, which count. `about`: what rows are kept with."""
-    rows: dict[Setting, dict[str, Any]] = {}
+    keep: Path | None, known: Sequence[dict[str, Any]], repeat_s: float, report: Report, rows: Rows,
+    part: int | None = None, about: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """A row for each setting into `rows`, the least disturbed one of up to `attempts`, whatever its error; the steady
+    ones come once, and one that fails has no row or that of an earlier attempt. After `most_s` no setting comes again,
+    and after `part` runs of settings there is no other. `known`: attempts of a run before, which count. `about`: what
+    rows are kept with."""
     start_s, came = time.perf_counter(), 0
+    failed: set[Setting] = set()
 
     def add(setting: Setting, row: dict[str, Any]) -> None:
         before = rows.get(setting)
@@ -149,24 +151,26 @@ def in_turns(
         setting = (row["shape"], row["share"], row["prompt"], row["batch"])
         if setting in settings:
             add(setting, row)
-    while due := _due(settings, rows, attempts):
+    while due := _due([setting for setting in settings if setting not in failed], rows, attempts):
         for setting in due:
             if came == part or (setting in rows and time.perf_counter() - start_s > most_s):
-                return [rows[each] for each in settings if each in rows]
+                return
             came += 1
             shape, share, prompt, batch = setting
-            found = measure(models[shape], share, prompt, batch, machine, repeat_s)
-            row = {"shape": shape, "share": share, **found}
-            row["attempts"] = rows[setting]["attempts"] + 1 if setting in rows else 1
-            if keep:
-                with keep.open("a") as kept:
-                    kept.write(json.dumps({"about": about, **row}) + "\n")
-            print(line(row), file=sys.stderr, flush=True)
-            add(setting, row)
-    return [rows[setting] for setting in settings]
+            failed.add(setting)
+            with report.part(f"{shape} {share} {prompt} {batch}"):
+                found = measure(models[shape], share, prompt, batch, machine, repeat_s)
+                row = {"shape": shape, "share": share, **found}
+                row["attempts"] = rows[setting]["attempts"] + 1 if setting in rows else 1
+                if keep:
+                    with keep.open("a") as kept:
+                        kept.write(json.dumps({"about": about, **row}) + "\n")
+                print(line(row), file=sys.stderr, flush=True)
+                add(setting, row)
+                failed.discard(setting)
 
 
-def _due(settings: Sequence[Setting], rows: dict[Setting, dict[str, Any]], attempts: int) -> list[Setting]:
+def _due(settings: Sequence[Setting], rows: Rows, attempts: int) -> list[Setting]:
     """The settings of the next round: those that have not been, else those that were disturbed, the most so first."""
     if new := [setting for setting in settings if setting not in rows]:
         return new
@@ -306,9 +310,17 @@ def main() -> None:
     about = about_of(wanted)
     known = known_rows(wanted.rows, about) if wanted.resume else []
     start_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        folder = wanted.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    kept: Rows = {}
+    settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
+
+    def last() -> dict[str, Any]:
+        rows = [kept[setting] for setting in settings if setting in kept]
+        if wanted.plot and rows:
+            plot(rows, wanted.plot)
+        return {"bench": "predict", "settings": len(rows), **summary(rows), "took_s": time.perf_counter() - start_s,
+                "rows": rows}  # fmt: skip
+
+    with last_line(last) as report, model_folder(wanted.folder) as folder:
         models = {shape: folder / f"{DEFAULT_SHAPES[shape].stem}-int4" for shape in wanted.shapes}
         for shape, model in models.items():
             if not model.exists():
@@ -317,31 +329,27 @@ def main() -> None:
         os.sync()
         with probe_file(folder) as file:
             machine = Machine(folder, file, about, wanted.readings, wanted.probe == "once", wanted.resume)
-            settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
             most_s, repeat_s = 60 * wanted.minutes, wanted.repeat_seconds
-            rows = in_turns(
-                settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, wanted.part, about
-            )
+            in_turns(
+                settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, report, kept,
+                wanted.part, about,
+            )  # fmt: skip
             print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
-    if wanted.plot:
-        plot(rows, wanted.plot)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The errors over all settings; none without a row."""
+    if not rows:
+        return {}
     errors = {name: [row[f"{name}_error"] for row in rows] for name in ("decode", "ttft")}
     errors_of = {f"{name}_error_{which}": of(e) for name, e in errors.items() for which, of in
                (("median", statistics.median), ("worst", max))}  # fmt: skip
-    print(
-        json.dumps(
-            {
-                "bench": "predict",
-                "settings": len(rows),
-                **errors_of,
-                **predict_quick.summary(rows, lambda row: row["drift_in_run"] <= DRIFT),
-                "peak_bytes_exact": all(row["peak_bytes_exact"] for row in rows),
-                "disturbed": sum(row["disturbed"] > 1 for row in rows),
-                "took_s": time.perf_counter() - start_s,
-                "rows": rows,
-            }
-        )
-    )
+    return {
+        **errors_of,
+        **predict_quick.summary(rows, lambda row: row["drift_in_run"] <= DRIFT),
+        "peak_bytes_exact": all(row["peak_bytes_exact"] for row in rows),
+        "disturbed": sum(row["disturbed"] > 1 for row in rows),
+    }
 
 
 def about_of(wanted: argparse.Namespace) -> dict[str, Any]:

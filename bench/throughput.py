@@ -17,20 +17,16 @@ prompts too. Shares and quotients are medians of what each round gives. GB are 1
 `kv`           the bundled model's perplexity with KV in int4 over that with KV in float16
 
 A peer that cannot be imported is named before anything is measured, and its figures are null. The last line is one
-JSON object. It has what was measured up to there, too, where something fails or the bench is stopped; `failed` says
-why then.
+JSON object, which comes whatever fails (`bench.report`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +36,11 @@ from bench.cgroup import whole_pages
 from bench.cpu import spread
 from bench.offload_engines import tell
 from bench.peers import WorkerEnded
+from bench.report import Report, last_line, model_folder
+from bench.rounds import this_machine
 from bench.throughput_engines import BlockEngines, Figures, absent, answered, line
 from bench.throughput_policies import Policies, Policy, distinct
-from penstock.runtime import host
 from penstock.runtime.probe import load_or_probe
-from penstock.runtime.this_machine import cpu_name
 from penstock.spec.ask import Ask
 from penstock.store.packed import open_packed
 
@@ -254,57 +250,51 @@ def main() -> None:
     )
     parser.add_argument("--characters", type=int, default=100_000, help="of the text for `kv`")
     wanted = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    start_s, results, failed = time.perf_counter(), dict[str, Any](), None
+    start_s, results = time.perf_counter(), dict[str, Any]()
     without = absent(peer for name, peers in PEERS.items() if name in wanted.only for peer in peers)
     for peer, why in without.items():
         tell(f"{peer} cannot be run here, its figures are null: {why}")
-    try:
-        for part in measured(wanted, without):
-            results |= part
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        failed = error
-        results["failed"] = f"{type(error).__name__}: {error}"
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    about = {"rounds": wanted.rounds, "machine": machine, "took_s": time.perf_counter() - start_s, "absent": without}
-    print(json.dumps({"bench": "throughput", **about, **results}), flush=True)
-    if failed is not None:
-        raise failed
+
+    def line() -> Figures:
+        took_s = time.perf_counter() - start_s
+        about = {"rounds": wanted.rounds, "machine": this_machine(), "took_s": took_s, "absent": without}
+        return {"bench": "throughput", **about, **results}
+
+    with last_line(line) as report:
+        measure(wanted, without, report, results)
 
 
-def measured(wanted: argparse.Namespace, without: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The parts of the JSON line, as they come. What was measured of a part that fails comes before its error."""
+def measure(wanted: argparse.Namespace, without: Collection[str], report: Report, results: Figures) -> None:
+    """All parts into `results`, which has what was measured of a part that fails too."""
     errors: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        engines = BlockEngines((wanted.folder or Path(temporary)).resolve())
-        engines.folder.mkdir(parents=True, exist_ok=True)
+    with model_folder(wanted.folder) as folder:
+        engines = BlockEngines(folder)
         names = [name for name in SETTINGS if name in wanted.only or (name == "1b_0.6" and "policies" in wanted.only)]
-        for shape in dict.fromkeys(SETTINGS[name][0] for name in names):
-            engines.write(shape)
         for name in names:
-            setting = Setting(engines, name, wanted.steps, without)
-            failed = None
-            try:
-                if name in wanted.only:
-                    setting.measure(wanted.rounds)
-                if name == "1b_0.6" and "policies" in wanted.only:
-                    setting.regret(wanted.rounds, wanted.policies)
-            except BaseException as error:
-                failed = error
-            setting.ceilings.close()
-            errors += setting.errors
-            if name in wanted.only:
-                yield {name: setting.figures()}
-            if name == "1b_0.6" and "policies" in wanted.only:
-                yield setting.regrets()
-            if errors:
-                yield {"prediction_error_median": statistics.median(errors), "prediction_error_worst": max(errors)}
-            if failed is not None:
-                raise failed
+            with report.part(name):
+                engines.write(SETTINGS[name][0])
+                setting = Setting(engines, name, wanted.steps, without)
+                try:
+                    if name in wanted.only:
+                        setting.measure(wanted.rounds)
+                    if name == "1b_0.6" and "policies" in wanted.only:
+                        setting.regret(wanted.rounds, wanted.policies)
+                finally:
+                    setting.ceilings.close()
+                    errors += setting.errors
+                    if name in wanted.only:
+                        results[name] = setting.figures()
+                    if name == "1b_0.6" and "policies" in wanted.only:
+                        results |= setting.regrets()
+                    if errors:
+                        median = statistics.median(errors)
+                        results |= {"prediction_error_median": median, "prediction_error_worst": max(errors)}
     if "kv" in wanted.only:
-        yield {"kv_int4_perplexity_ratio": kv_ratio(wanted.characters)}
+        with report.part("kv"):
+            results["kv_int4_perplexity_ratio"] = kv_ratio(wanted.characters)
     if "timed" in wanted.only:
-        yield {"timed": throughput_timed.measure()}
+        with report.part("timed"):
+            results["timed"] = throughput_timed.measure()
 
 
 if __name__ == "__main__":

@@ -107,17 +107,18 @@ def test_what_was_measured_is_printed_whatever_comes(
     monkeypatch.setattr(throughput, "Setting", _Toy)
     monkeypatch.setattr(throughput, "absent", lambda peers: {"llamacpp": f"no such module, of {sorted(peers)}"})
     monkeypatch.setattr(throughput.BlockEngines, "write", lambda *_: None)
-    monkeypatch.setattr(throughput.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(throughput, "kv_ratio", lambda characters: 1.002)
     argv = ["bench", "--only", "8b_2.86", "kv", "--rounds", "3", "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(MemoryError):
+    with pytest.raises(SystemExit, match=r"failed: 8b_2\.86"):
         throughput.main()
     out, err = capsys.readouterr()
     report = json.loads(out.splitlines()[-1])
     found = report["8b_2.86"]
-    assert report["failed"] == "MemoryError: ours ended" and "llamacpp cannot be run here" in err
+    assert report["failed"] == {"8b_2.86": "MemoryError: ours ended"} and "llamacpp cannot be run here" in err
     assert report["absent"] == {"llamacpp": "no such module, of ['llamacpp', 'single_stream']"}
     assert (found["decode_tokens_per_s"], found["vs_single_stream"], found["vs_llamacpp"]) == (6.0, 3.0, None)
+    assert report["kv_int4_perplexity_ratio"] == 1.002  # the parts after it go on
     assert report["prediction_error_worst"] == 0.25 and found["weights_once"] is True
     assert [row["peers"]["single_stream"] is None for row in found["by_round"]] == [False, True, True]
 

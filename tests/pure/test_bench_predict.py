@@ -12,7 +12,10 @@ import pytest
 
 from bench import predict
 from bench.predict_quick import Hasty, keep_machine, kept_machine, line, summary
+from bench.report import Report
 from tests.pure.machine import MACHINE
+
+NO_MACHINE: Any = None  # where nothing is measured
 
 
 def row(quick: float, learnt: float, renewed: float | None, runs: int, drift: float = 0.0) -> dict[str, Any]:
@@ -62,13 +65,30 @@ def test_a_part_ends_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch) 
     settings = [("1b", share, 64, batch) for share in (1.0, 0.5) for batch in (1, 4)]
 
     def part(known: list[dict[str, Any]], part: int | None) -> list[dict[str, Any]]:
-        return predict.in_turns(settings, {"1b": Path()}, None, 2, 60, None, known, 1, part)  # type: ignore[arg-type]
+        rows: predict.Rows = {}
+        predict.in_turns(settings, {"1b": Path()}, NO_MACHINE, 2, 60, None, known, 1, Report(), rows, part)
+        return [rows[setting] for setting in settings if setting in rows]
 
     first = part([], 3)
     assert [(row["share"], row["batch"]) for row in first] == came == [(1.0, 1), (1.0, 4), (0.5, 1)]
     rows = part(first, None)
     assert came[3:] == [(0.5, 4), (1.0, 1)]  # what was left, then what was disturbed
     assert [row["disturbed"] for row in rows] == [0.5] * 4 and rows[0]["attempts"] == 2
+
+
+def test_a_setting_that_fails_has_no_row_and_does_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(model: Path, share: float, prompt: int, batch: int, *_: object) -> dict[str, Any]:
+        if batch == 4:
+            raise MemoryError("no room")
+        return {"prompt": prompt, "batch": batch, "disturbed": 0.5}
+
+    monkeypatch.setattr(predict, "measure", measured)
+    monkeypatch.setattr(predict, "line", lambda row: "")
+    rows: predict.Rows = {}
+    report, settings = Report(), [("1b", 1.0, 64, batch) for batch in (4, 1)]
+    predict.in_turns(settings, {"1b": Path()}, NO_MACHINE, 2, 60, None, [], 1, report, rows)
+    assert list(rows) == settings[1:] and report.failed == {"1b 1.0 64 4": "MemoryError: no room"}
+    assert predict.summary([]) == {}
 
 
 ABOUT: dict[str, Any] = {"bench": "predict", "build": 1, "machine": {"cpu": "Zen 4"}}
@@ -84,7 +104,9 @@ def test_rows_that_are_kept_come_back_for_the_same_bench_alone(tmp_path: Path, m
     monkeypatch.setattr(predict, "measure", lambda *_: {"prompt": 64, "batch": 1, "disturbed": 0.5})
     monkeypatch.setattr(predict, "line", lambda row: "")
     settings = [("1b", 1.0, 64, 1)]
-    rows = predict.in_turns(settings, {"1b": Path()}, None, 1, 60, file, [], 1, None, ABOUT)  # type: ignore[arg-type]
+    kept: predict.Rows = {}
+    predict.in_turns(settings, {"1b": Path()}, NO_MACHINE, 1, 60, file, [], 1, Report(), kept, None, ABOUT)
+    rows = list(kept.values())
     assert predict.known_rows(file, ABOUT) == rows and "about" not in rows[0]
     for other in OTHERS:
         with refused():
