@@ -275,7 +275,7 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
         | {
             "predicted": {
                 "seconds": done.foretold.seconds,
-                "ttft_s": engine.prediction.ttft_s,
+                "ttft_s": done.foretold.ttft_s,
                 "decode_tokens_per_s": engine.prediction.decode_tokens_per_s,
             },
             "block": {"answers": places, "batch_seqs": plan.batch_seqs, "batches_per_pass": plan.batches_per_pass},

@@ -30,6 +30,7 @@ def line(prompt: int, output: int, beginning: int = -1, shared: int = 0, answers
 def test_one_line_takes_its_passes() -> None:
     found = in_passes(PLAN, TIMES, [line(20, 4)], 3)
     assert found.seconds == pytest.approx(TIMES.seconds(0, 16) + TIMES.seconds(0, 4) + 3 * TIMES.seconds(1, 0))
+    assert found.ttft_s == pytest.approx(TIMES.seconds(0, 16) + TIMES.seconds(0, 4))
     assert found.left_s(0) == found.seconds and found.left_at_pace_s(0, 1.0) is None
     assert found.left_s(1) == 0 == found.left_at_pace_s(1, 1.0)
 
@@ -54,6 +55,7 @@ def test_all_answers_end_in_order(lengths: list[tuple[int, int, int]]) -> None:
     found = in_passes(PLAN, TIMES, todo, 3)
     assert len(found.ends_s) == sum(each.answers for each in todo)
     assert all(0 < a <= b for a, b in zip(found.ends_s, found.ends_s[1:], strict=False))
+    assert 0 < found.ttft_s <= found.ends_s[0]
     left = [found.left_s(n) for n in range(len(found.ends_s) + 1)]
     assert left == sorted(left, reverse=True) and left[-1] == 0
 

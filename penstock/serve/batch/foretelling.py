@@ -28,9 +28,10 @@ AHEAD = 16  # answers that wait beside those that are given, so that no place st
 
 @dataclass(frozen=True)
 class Foretelling:
-    """`ends_s[i]`: seconds until i + 1 answers are whole, ascending."""
+    """`ends_s[i]`: seconds until i + 1 answers are whole, ascending. `ttft_s`: until the first token of any."""
 
     ends_s: Sequence[float] = field(default_factory=lambda: array("d"))
+    ttft_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -74,7 +75,8 @@ def foretell(
     read = sum(map(_rows, todo)) - sum(each.answers * (each.output_tokens - 1) for each in todo)
     whole_s = prediction.ttft_s * read / (places * ask.prompt_tokens)
     whole_s += (prediction.total_s - prediction.ttft_s) / ask.output_tokens * said / min(places, answers)
-    return Foretelling(array("d", (whole_s * (i + 1) / answers for i in range(answers))))
+    first_s = min(prediction.ttft_s, whole_s)
+    return Foretelling(array("d", (whole_s * (i + 1) / answers for i in range(answers))), first_s)
 
 
 def in_passes(
@@ -114,7 +116,8 @@ def in_passes(
         last_s = ends[-1] if ends else 0.0
         whole_s = clock.now_s * max(1.0, total_rows / max(1, done_rows))
         ends.extend(last_s + (whole_s - last_s) * (i + 1) / left for i in range(left))
-    return Foretelling(ends)
+    # Where no token was said in the passes that were foretold, the first comes with the first answer at the latest.
+    return Foretelling(ends, min(clock.first_s.values(), default=ends[0] if ends else 0.0))
 
 
 def _rows(todo: Todo) -> int:
