@@ -342,4 +342,8 @@ def _machine(name: str | None, machine: Machine) -> MachineSpec:
         note(f"--threads {machine.threads} says nothing about --machine {name}")
     if machine.isa is not None:
         note(f"--isa {machine.isa} says nothing about --machine {name}")
-    return machines.loads(read_text(name if name not in bundled else str(bundled[name])), name)
+    if name in bundled:
+        return machines.loads(read_text(str(bundled[name])), name)
+    from penstock.runtime.probe_begins import with_short_begins
+
+    return with_short_begins(machines.loads(read_text(name), name))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime.probe import keep, probed_file
+from penstock.runtime.probe_begins import with_short_begins
 from penstock.spec import machine as machines
 from penstock.spec.machine import MachineSpec
 from penstock.store.files import MAX_TEXT_BYTES, load, load_text, write_bytes
@@ -15,7 +16,7 @@ def probed(file: Path, machine: MachineSpec) -> MachineSpec:
     """The probe's own figures. They are kept beside the machine's `file` if it was calibrated; else they are those of
     `machine`, which that file holds. Raises BadRequest where the kept figures are damaged."""
     try:
-        return machines.loads(load_text(probed_file(file)), "it")
+        return with_short_begins(machines.loads(load_text(probed_file(file)), "it"))
     except FileNotFoundError:
         return machine
     except (BadRequest, BrokenModel, OSError) as error:

@@ -24,9 +24,10 @@ class Fit:
     r2: float
 
 
-def fit(points: Points) -> Fit:
+def fit(points: Points, most_alpha_s: float = math.inf) -> Fit:
     """The line with the least squares of relative errors: a point of 50 µs counts as much as one of 50 ms. Neither
-    alpha nor slope is below 0."""
+    alpha nor slope is below 0. `most_alpha_s`: what alpha may be at most. Where all points are of large amounts, alpha
+    is a small difference of long times, and noise in these may make it anything."""
     weights = [1.0 / (seconds * seconds) for _, seconds in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -35,10 +36,10 @@ def fit(points: Points) -> Fit:
     slope = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True))
     slope = max(0.0, slope / spread) if spread > 0 else 0.0
     alpha = mean_t - slope * mean_x
-    if alpha < 0 and any(x for x, _ in points):
-        alpha = 0.0
-        slope = sum(w * x * t for w, (x, t) in zip(weights, points, strict=True))
-        slope /= sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+    if not 0 <= alpha <= most_alpha_s and any(x for x, _ in points):
+        alpha = max(0.0, min(alpha, most_alpha_s))
+        slope = sum(w * x * (t - alpha) for w, (x, t) in zip(weights, points, strict=True))
+        slope = max(0.0, slope / sum(w * x * x for w, (x, _) in zip(weights, points, strict=True)))
     return Fit(alpha, slope, _r2(points, alpha, slope))
 
 
@@ -49,15 +50,18 @@ def _r2(points: Points, alpha: float, slope: float) -> float:
     return 1.0 if around_mean == 0 else max(-1.0, 1.0 - around_line / around_mean)
 
 
-def fit_well(measure: Callable[[], Points], figure: str, tell: Callable[[str], None], until_s: float = math.inf) -> Fit:
+def fit_well(
+    measure: Callable[[], Points], figure: str, tell: Callable[[str], None], until_s: float = math.inf,
+    most_alpha_s: float = math.inf,
+) -> Fit:  # fmt: skip
     """A fit with an r² of at least 0.95. Where it is less, measures again and tells so, up to three times in all; then
     the best of the three. `figure`: its name, in the line that is told. `until_s`: a time of `time.perf_counter`, after
-    which nothing is measured again."""
-    best = fit(measure())
+    which nothing is measured again. `most_alpha_s`: as for `fit`."""
+    best = fit(measure(), most_alpha_s)
     for _ in range(_ATTEMPTS - 1):
         if best.r2 >= GOOD_R2 or time.perf_counter() > until_s:
             return best
-        again = fit(measure())
+        again = fit(measure(), most_alpha_s)
         tell(f"{figure}: measured again, r² {best.r2:.2f}, then {again.r2:.2f}")
         best = max(best, again, key=lambda line: line.r2)
     return best

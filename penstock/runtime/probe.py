@@ -9,6 +9,7 @@ from penstock.runtime import child
 from penstock.runtime.fit import Tell
 from penstock.runtime.host import Progress
 from penstock.runtime.probe_apart import OnPart, probe_apart
+from penstock.runtime.probe_begins import with_short_begins
 from penstock.runtime.probe_ops import FORMATS
 from penstock.runtime.this_machine import fingerprint, with_memory
 from penstock.spec import machine as machines
@@ -70,7 +71,7 @@ def kept(path: Path) -> MachineSpec | None:
     if not path.exists():
         return None
     try:
-        return machines.loads(read_text(path), str(path))
+        return with_short_begins(machines.loads(read_text(path), str(path)))
     except (BadRequest, BrokenModel):
         path.unlink(missing_ok=True)
         return None

@@ -43,9 +43,11 @@ _FEW = tuple((rows,) for rows in FEW_ROWS)
 _TURNS = (*_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
 _AGAIN = 2  # times that an op whose times lie on no line is timed again
 _CONTEXT = 2048
-_STARTS = (255, 1023, _CONTEXT - 1)  # positions of a decode row
+# (rows, position of the first) of the calls of attention that are timed
+ONE_ROW_TIMED = tuple((1, start) for start in (255, 1023, _CONTEXT - 1))
+MANY_ROWS_TIMED = tuple((_MANY_ROWS[-1], start) for start in (0, _CONTEXT - _MANY_ROWS[-1]))
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
-_KV_WIDTH, _MOST_KV_LAYERS = 256, 32
+_KV_WIDTH, _MOST_KV_LAYERS, HEAD_DIM = 256, 32, 128
 _LOGITS_ROWS = 64
 _MANY_LAYERS = 2  # that many rows are timed on
 PRODUCTS = ("qkv", "out", "ffn", "head")
@@ -148,8 +150,7 @@ class Layers:
 
     def attention_rates(self, kv: str, tell: Tell, until_s: float) -> list[Rate]:
         """The rates of attention over KV in this format, which these layers have."""
-        places = _STARTS, (0, _CONTEXT - _MANY_ROWS[-1]), _MANY_ROWS[-1]
-        return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), *places, tell, until_s)
+        return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), tell, until_s)
 
     def _points(self, ops: Sequence[str], rows: Sequence[int], over: str) -> dict[str, Points]:
         """For each op its seconds over `over`, "bytes" or "flops". All ops are timed together."""
@@ -201,26 +202,42 @@ class Layers:
 
 
 def attention_rates(
-    lane: Lane, kv: str, time: Callable[[int, int], list[TimedOp]], decodes: Sequence[int], prefills: Sequence[int],
-    rows: int, tell: Tell, until_s: float = math.inf,
-) -> list[Rate]:  # fmt: skip
-    """The rates of attention over KV in one format: for one row at each position of `decodes`, and for `rows` rows from
-    each position of `prefills` on. `time(rows, start)` times attention's calls of so many rows, the first at position
-    `start`."""
+    lane: Lane, kv: str, time: Callable[[int, int], list[TimedOp]], tell: Tell, until_s: float = math.inf
+) -> list[Rate]:
+    """The rates of attention over KV in one format, for ONE_ROW_TIMED and for MANY_ROWS_TIMED. `time(rows, start)`:
+    times attention's calls of so many rows, the first at position `start`.
+
+    A call of many rows has begun before the shortest one of one row would have ended. All those that are timed take
+    milliseconds, and their line alone gave 0 to 4.4 ms for the begin (docs/LOG.md)."""
+    shortest_s = math.inf
 
     def decode() -> Points:
-        return [(t.bytes, t.seconds) for start in decodes for t in time(1, start)]
+        nonlocal shortest_s
+        timed = [t for each in ONE_ROW_TIMED for t in time(*each)]
+        shortest_s = min([shortest_s, *(t.seconds for t in timed)])
+        return [(t.bytes, t.seconds) for t in timed]
 
     def prefill() -> Points:
-        return [(t.flops, t.seconds) for start in prefills for t in time(rows, start)]
+        return [(t.flops, t.seconds) for each in MANY_ROWS_TIMED for t in time(*each)]
 
     device_note = "" if lane == CPU else ", device"
     few = fit_well(decode, f"attend, {kv}, 1 row{device_note}", tell, until_s)
-    many = fit_well(prefill, f"attend, {kv}, many rows{device_note}", tell, until_s)
+    many = fit_well(prefill, f"attend, {kv}, many rows{device_note}", tell, until_s, shortest_s)
     return [
         Rate(lane, "attend", kv, few.alpha_s, few.slope_s, 0.0, few.r2, 1),
         Rate(lane, "attend", kv, many.alpha_s, few.slope_s, many.slope_s, many.r2),
     ]
+
+
+def attention_sizes(kv: str, timed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(bytes, flops) of the probe's calls of attention over KV in one format. `timed`: as ONE_ROW_TIMED."""
+    plan = _plan(_KV_WIDTH, 1, Format("int4", DEFAULT_GROUP), parse_format(kv))
+    sizes: list[tuple[int, int]] = []
+    for rows, start in timed:
+        batch = Batch(0, (0,), (start,), (rows,), (0,))
+        (task,) = Lowering(plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
+        sizes += [(call.bytes, call.flops) for call in task.calls if call.op == "attend"]
+    return sizes
 
 
 def _steady(fits: Sequence[Fit]) -> Fit:
@@ -228,8 +245,10 @@ def _steady(fits: Sequence[Fit]) -> Fit:
 
 
 def _typical(taken: list[float]) -> float:
-    """The mean without the slowest fifth: when another process holds a core for a while, all threads wait for it."""
-    kept = sorted(taken)[: len(taken) - len(taken) // 5]
+    """The mean without the slowest fifth, or the slowest one of a few: when another process holds a core for a while,
+    all threads wait for it."""
+    slow = max(len(taken) // 5, int(len(taken) > 2))
+    kept = sorted(taken)[: len(taken) - slow]
     return sum(kept) / len(kept)
 
 
@@ -245,7 +264,7 @@ def probe_plan(weights: Format, kv: Format, memory_bytes: int, mostly_kv: bool) 
 
 
 def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
-    kv_heads, head_dim = 8, 128
+    kv_heads, head_dim = 8, HEAD_DIM
     heads = 4 * kv_heads if width == _KV_WIDTH else width // head_dim
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=Rope(1e4, head_dim))
     layer = Layer(attention, Ffn(width if width == _KV_WIDTH else _NEURONS, "silu", True))

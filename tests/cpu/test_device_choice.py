@@ -37,7 +37,8 @@ def measured() -> MachineSpec:
         smaller.setattr(cuda_probe, "probe_plan", lambda weights, kv, *_: probe_ops._plan(256, 1, weights, kv))
         smaller.setattr(cuda_probe, "_ROWS", ((1,), (8,), (64, 128)))
         smaller.setattr(cuda_probe, "_CONTEXT", 256)
-        smaller.setattr(cuda_probe, "_STARTS", (63, 255))
+        smaller.setattr(probe_ops, "ONE_ROW_TIMED", ((1, 63), (1, 255)))
+        smaller.setattr(probe_ops, "MANY_ROWS_TIMED", ((128, 0), (128, 128)))
         figures = probe_device(
             torch.device("cpu"), lambda: 1e-3, lambda _: None, formats=("int4",), kv_formats=("float16",),
             copies=(1 << 12, 1 << 16),

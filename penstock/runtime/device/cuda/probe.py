@@ -34,7 +34,7 @@ _COPIES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _ROWS = ((1,), (8,), (32,), (64, 128), (256, 512))
 _MOST_BYTES = 2 << 30  # of weights at a time: several times what the cache of a large card holds
 _SYNC_BYTES = 16 * KIB  # PIPO's T_sync
-_STARTS, _CONTEXT = (255, 1023, 2047), 2048
+_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,7 @@ class _Layers:
 
     def attention_rates(self, kv: str, tell: Tell) -> list[Rate]:
         """The rates of attention over KV in this format, which these layers have."""
-        rows = _ROWS[-1][-1]
-        places = _STARTS, (0, _CONTEXT - rows), rows
-        return attention_rates(GPU.kernels, kv, lambda rows, start: self._time(rows, start, ("attend",)), *places, tell)
+        return attention_rates(GPU.kernels, kv, lambda rows, start: self._time(rows, start, ("attend",)), tell)
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         """For each op a line of seconds over `over`, "bytes" or "flops"."""
