@@ -10,85 +10,92 @@ They take turns in a process and a memory cgroup of their own, with an empty pag
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cgroup import drop_page_cache, limited, whole_pages
-from bench.peers import Worker
-from bench.stated_predictors import state_by_rates
-from penstock.store.predictors import FILE as PREDICTORS
+from bench.cgroup import whole_pages
+from bench.offload_engines import started
+from bench.peers import WorkerEnded
+from bench.sparsity_models import CONTEXT, Models, tell
 
-LIMIT_BYTES, CONTEXT, WARM_TOKENS, TOKENS = 2_400_000_000, 128, 4, 24
-PROFILED_TOKENS = 2048
-
-
-def hot_to_cold(model: Path) -> Path:
-    """The same model, its neurons in the order of a profile that is made here."""
-    target = model.with_name(f"{model.name}-hot")
-    if not target.exists():
-        text = model.with_name("profiled.txt")
-        # The tokenizer of `synth` takes bytes, so this is a text of random printable ones.
-        text.write_text("".join(chr(32 + i * i * 7919 % 95) for i in range(PROFILED_TOKENS)))
-        _penstock("profile", model, text, "--tokens", PROFILED_TOKENS)
-        _penstock("pack", model, target, "--profile", model / "profile.json")
-    return target
+WARM_TOKENS, TOKENS = 4, 24
+KEYS = ("vs_dense", "share_of_bound", "disk_bytes_per_token")
 
 
-def with_rates(model: Path, active: float, share: float, steepness: float) -> Path:
-    """The same model with predictors that call each neuron active at a rate of its own. Its weights are linked."""
-    target = model.with_name(f"{model.name}-rates")
-    if not (target / PREDICTORS).exists():
-        target.mkdir(exist_ok=True)
-        for file in (file for file in model.iterdir() if file.name != PREDICTORS):
-            (target / file.name).unlink(missing_ok=True)
-            os.link(file, target / file.name)
-        state_by_rates(target, active, share, steepness)
-    return target
+def on_disk(models: Models, rounds: int, layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """After each turn: the keys of `predict` on top, where it was wanted, else of `exact`; all under their names."""
+    hot = models.hot_to_cold()
+    folders = {"off": hot}
+    if "exact" in layouts:
+        folders["exact"] = hot
+    if "predict" in layouts:
+        folders["predict"] = models.with_rates()
+    on_top = list(folders)[-1]
+    for found in within_disk(models, folders, rounds):
+        yield {**{key: found.get(on_top, {}).get(key) for key in KEYS}, **found}
 
 
-def within_disk(models: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Figures of each of the `models` by its sparsity, "off" among them. `vs_dense`: beside off in the same round."""
-    limit = whole_pages(LIMIT_BYTES)
-    found: dict[str, list[dict[str, Any]]] = {sparsity: [] for sparsity in models}
+def within_disk(models: Models, folders: dict[str, Path], rounds: int) -> Iterator[dict[str, Any]]:
+    """After each turn the figures of each of the models `folders` by its sparsity, "off" among them. `vs_dense`: beside
+    off in the same round. Raises WorkerEnded in the end if a process did not live."""
+    limit = whole_pages(models.limit_bytes)
+    found: dict[str, list[dict[str, Any]]] = {sparsity: [] for sparsity in folders}
+    failed: dict[str, str] = {}
     for i in range(rounds):
         for sparsity in list(found)[:: 1 if i % 2 == 0 else -1]:
-            drop_page_cache(models[sparsity].glob("*.safetensors"))
-            with limited(limit) as cgroup:
-                arguments = (models[sparsity], "--limit", limit, "--context", CONTEXT, "--sparsity", sparsity)
-                worker = Worker("bench.peers.within", *arguments, cgroup=cgroup.folder)
-                worker.ask("decode", WARM_TOKENS)
-                answer = worker.ask("decode", TOKENS)
-                found[sparsity].append({**worker.facts, **answer, "peak_cgroup_bytes": cgroup.peak_bytes()})
-                worker.close()
+            if sparsity in failed:
+                continue
+            try:
+                found[sparsity].append(_turn(models, folders[sparsity], limit, sparsity))
+            except WorkerEnded as ended:
+                failed[sparsity] = f"{sparsity}: {ended}"
+                tell(f"disk, {failed[sparsity]}")
+                continue
             last = found[sparsity][-1]
-            print(f"{sparsity}: {TOKENS / last['seconds']:.2f} tokens/s (predicted"
-                  f" {last['predicted_tokens_per_s']:.2f}), {last['disk_bytes'] / TOKENS / 1e6:.1f} MB a token,"
-                  f" {last['bound_s'] / last['seconds']:.2f} of the bound", flush=True)  # fmt: skip
+            tell(
+                f"disk, {sparsity}: {TOKENS / last['seconds']:.2f} tokens/s (predicted"
+                f" {last['predicted_tokens_per_s']:.2f}), {last['disk_bytes'] / TOKENS / 1e6:.1f} MB a token (predicted"
+                f" {last['predicted_disk_bytes'] / 1e6:.1f}), {last['bound_s'] / last['seconds']:.2f} of the bound"
+            )
+            yield {name: _figures(found["off"], mine) for name, mine in found.items() if mine}
+    if failed:
+        raise WorkerEnded("; ".join(failed.values()))
     said = {tuple(each["tokens"]) for name in ("exact", "off") for each in found.get(name, ())}
     assert len(said) == 1, "exact and off say different tokens"
-    return {name: _figures(found["off"], mine) for name, mine in found.items()}
+
+
+def _turn(models: Models, model: Path, limit: int, sparsity: str) -> dict[str, Any]:
+    arguments = (model, "--limit", limit, "--context", CONTEXT, "--sparsity", sparsity, "--cache", models.cache)
+    with started(models.folder, "bench.peers.within", limit, *arguments) as (worker, cgroup):
+        assert cgroup is not None
+        worker.ask("decode", WARM_TOKENS)
+        answer = worker.ask("decode", TOKENS)
+        return {**worker.facts, **answer, "peak_cgroup_bytes": cgroup.peak_bytes()}
 
 
 def _figures(off: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the rounds of one sparsity, beside those of `off`."""
+    """Of the rounds of one sparsity, beside those of `off`. Bytes are those of a token."""
+    beside = [b["seconds"] / a["seconds"] for a, b in zip(mine, off, strict=False)]
+    rates = [TOKENS / each["seconds"] for each in mine]
+    last = mine[-1]
     return {
-        "vs_dense": statistics.median(b["seconds"] / a["seconds"] for a, b in zip(mine, off, strict=True)),
+        "vs_dense": statistics.median(beside) if beside else None,
         "share_of_bound": statistics.median(each["bound_s"] / each["seconds"] for each in mine),
         "disk_bytes_per_token": statistics.median(each["disk_bytes"] / TOKENS for each in mine),
-        "asked_bytes_per_token": mine[0]["asked_bytes"] / TOKENS,
-        "records_bytes_per_token": mine[0]["records_bytes"] / TOKENS,
-        "tokens_per_s": [TOKENS / each["seconds"] for each in mine],
-        "predicted_tokens_per_s": mine[0]["predicted_tokens_per_s"],
-        "predicted_disk_bytes": mine[0]["predicted_disk_bytes"],
-        "asks": mine[0]["asks"],
-        "reasons": mine[0]["reasons"],
+        "bytes_exact": all(each["disk_bytes"] == each["told_bytes"] for each in mine),
+        **{
+            f"{kind}_bytes_per_token": last[f"{kind}_bytes"] / TOKENS
+            for kind in ("asked", "records", "alignment", "hole")
+        },
+        "reads_per_token": last["reads"] / TOKENS,
+        "tokens_per_s": rates,
+        "predicted_tokens_per_s": last["predicted_tokens_per_s"],
+        "predicted_over_measured": last["predicted_tokens_per_s"] / statistics.median(rates),
+        "predicted_disk_bytes": last["predicted_disk_bytes"],
+        "hole_limit_bytes": last["hole_limit_bytes"],
+        "asks": last["asks"],
+        "reasons": last["reasons"],
         "peak_cgroup_bytes": max(each["peak_cgroup_bytes"] for each in mine),
     }
-
-
-def _penstock(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "penstock.cli", *map(str, arguments)], check=True)

@@ -3,17 +3,40 @@ figures of PowerInfer that they answer to; and the picture of its Figure 9."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.planner.solve import powerinfer
+
 ZEROS = ("90", "50", "10")
-BEGINS = "\n## Operators"  # of these tables
+ORDER = (
+    "Operators", "OPT-6.7B's shape in RAM", "OPT-6.7B's shape within 2.4 GB", "A Nemotron beside llama.cpp",
+    "Hot and cold neurons beside a device", "Predictors by sparsity and skew",
+)  # fmt: skip
+WAYS = (powerinfer.NAME, powerinfer.MEASURED, powerinfer.RANDOM)
+_HEADING = "\n## "
 
 
-def tables(result: Mapping[str, Any], picture: str) -> str:
-    """Markdown. `result`: of `bench.sparsity`; what was not measured has no table. `picture`: the file of Figure 9."""
-    return _operators(result) + _ram(result) + _predictors(result, picture)
+def merged(page: str, result: Mapping[str, Any], picture: str) -> str:
+    """The page with the sections of what was measured, in place of what it had of them. `result`: of `bench.sparsity`.
+    `picture`: the file of Figure 9. A section begins with a heading "## ", and its first words name it."""
+    found = [_operators(result), _ram(result), _disk(result), _nemotron(result), _placement(result)]
+    found = [section for section in (*found, _predictors(result, picture)) if section]
+    names = {_name(section) for section in found}
+    first, *others = page.split(_HEADING)
+    kept = [_HEADING + each for each in others if _name(_HEADING + each) not in names]
+    trained = [each for each in kept if _name(each).startswith("tale-")]
+    rest = {_name(each): each for each in (*kept, *found) if each not in trained}
+    ordered = sorted(rest, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    sections = [first, *trained, *(rest[name] for name in ordered)]
+    return "\n\n".join(section.strip("\n") for section in sections) + "\n"
+
+
+def _name(section: str) -> str:
+    """Of its heading what comes before figures' numbers."""
+    return section.removeprefix(_HEADING).partition("\n")[0].partition(" (")[0]
 
 
 def _operators(result: Mapping[str, Any]) -> str:
@@ -33,7 +56,8 @@ def _operators(result: Mapping[str, Any]) -> str:
         each = " | ".join(f"{found[p] * found['dense_ms']:.2f} ms" for p in ZEROS)
         lines.append(f"| {name} (dense {found['dense_ms']:.2f} ms) | {each} |")
     for name, found in (result.get("ops_peers") or {}).items():
-        lines.append(f"| {name} | " + " | ".join(f"{found[p]:.2f} ms" for p in ZEROS) + " |")
+        if found:  # else it is not installed
+            lines.append(f"| {name} | " + " | ".join(f"{found[p]:.2f} ms" for p in ZEROS) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -59,6 +83,83 @@ def _ram(result: Mapping[str, Any]) -> str:
         lines.append(
             f"\nPredictors take {share:.0%} of a token's time, one sequence (Figure 17 has under 10 % on a GPU)."
         )
+    return "\n".join(lines) + "\n"
+
+
+def _disk(result: Mapping[str, Any]) -> str:
+    disk = result.get("disk_2.4") or {}
+    names = [name for name in ("off", "exact", "predict") if disk.get(name)]
+    if not names:
+        return ""
+    lines = [
+        "\n## OPT-6.7B's shape within 2.4 GB\n",
+        "The rest of the weights lies on the disk. *off* streams all neurons. *exact* is as the plan decides. Of"
+        " *predict* the bytes are those of the records that are asked for, of the rest of their pages, and of pages"
+        " between them that are read through. *bound*: what the machine's figures say of all reads by themselves.\n",
+        "| | tokens/s | over off | promised | of the bound | MB a token | records | alignment | holes | reads |",
+        "|---" * 10 + "|",
+    ]
+    for name in names:
+        of = disk[name]
+        rate, vs = statistics.median(of["tokens_per_s"]), of["vs_dense"]
+        sizes = (of[f"{kind}_bytes_per_token"] / 1e6 for kind in ("disk", "records", "alignment", "hole"))
+        lines.append(
+            f"| {name} | {rate:.2f} | {'' if vs is None else f'{vs:.2f} ×'} | {of['predicted_tokens_per_s']:.2f}"
+            f" | {of['share_of_bound']:.2f} | "
+            + " | ".join(f"{mb:.0f}" for mb in sizes)
+            + f" | {of['reads_per_token']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _nemotron(result: Mapping[str, Any]) -> str:
+    found = result.get("nemotron") or {}
+    if not found:
+        return ""
+    lines = [
+        "\n## A Nemotron beside llama.cpp\n",
+        "12 layers of OPT-6.7B's size with squared ReLU, in RAM, one stream; llama.cpp computes all, in Q4_0.\n",
+        "| | tokens/s | over llama.cpp | over off |",
+        "|---" * 4 + "|",
+    ]
+    for name, rate in found["tokens_per_s"].items():
+        beside = [found[key].get(name) for key in ("vs_llamacpp", "vs_off")]
+        lines.append(f"| {name} | {rate:.2f} | " + " | ".join("" if b is None else f"{b:.2f} ×" for b in beside) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _placement(result: Mapping[str, Any]) -> str:
+    placed = result.get("placement") or {}
+    large = {name: of for name, of in placed.items() if "program_s" in of}
+    small = {name: of for name, of in placed.items() if name not in large}
+    if not placed:
+        return ""
+    lines = ["\n## Hot and cold neurons beside a device\n"]
+    if large:
+        lines += [
+            "Seconds that a placement takes, how far its answer may be from the best there is, and tokens/s over those"
+            " of hottest first, simulated.\n",
+            "| model and device memory | layers | program (Eqs. 1 to 8) | gap | by seconds | gap | over hottest first:"
+            " program | by seconds | random |",
+            "|---" * 9 + "|",
+        ]
+    for name, of in large.items():
+        gaps = ["" if of[key] is None else f"{of[key]:.2%}" for key in ("program_gap", "seconds_gap")]
+        speeds = of["simulated"] or {}
+        each = ("" if speeds.get(way) is None else f"{speeds[way]:.3f}" for way in WAYS)
+        lines.append(
+            f"| {name.replace('_', ', ').replace('gib', ' GiB')} | {of['layers']} | {of['program_s']:.2f} s | {gaps[0]}"
+            f" | {of['seconds_s']:.2f} s | {gaps[1]} | " + " | ".join(each) + " |"
+        )
+    if small:
+        lines += [
+            "\nA small OPT in emulated time: over hottest first, simulated / measured.\n",
+            "| MiB of the device | program | by seconds | random |",
+            "|---" * 4 + "|",
+        ]
+    for name, of in small.items():
+        each = (f"{of[way]['simulated']:.3f} / {of[way]['measured']:.3f}" if way in of else "" for way in WAYS)
+        lines.append(f"| {name} | " + " | ".join(each) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -96,6 +197,14 @@ def _layers(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     found = [(name, layer) for name, key in (("tale-opt", "tale_opt"), ("tale-relu", "tale_relu"))
              for layer in (result.get(key) or {}).get("layers", ())]  # fmt: skip
     return [(name, layer) for name, layer in found if "makes" in layer]
+
+
+def with_skew(priced: dict[str, Any] | None, fired: dict[str, Any] | None) -> None:
+    """Gives each layer of a model with predictors how few of its neurons make 80 % of its activations."""
+    if not priced or not fired:
+        return
+    for layer, row in zip(priced["layers"], fired["rows"], strict=False):  # the last row is of all layers
+        layer["makes"] = row["makes"]["0.8"]
 
 
 def draw(result: Mapping[str, Any], file: Path) -> None:

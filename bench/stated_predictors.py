@@ -62,13 +62,15 @@ def state(folder: Path, active: float, share: float) -> Predictors:
     return _keep(folder, spec, rank, (active,) * len(FIRED_TOGETHER), one, biases)
 
 
-def state_by_rates(folder: Path, active: float, share: float, steepness: float) -> Predictors:
+def state_by_rates(
+    folder: Path, active: float, share: float, steepness: float, how: Loading = Loading()
+) -> Predictors:  # fmt: skip
     """The same, but the neuron at place i is called active at a rate that falls with i as a power of `steepness`, with
     the mean `active`. A neuron's scores over tokens are nearly normal, as sums of many terms, so their mean and their
     deviation give its bias. Over texts that were not heard the deviation is larger. So all deviations of a layer are
     multiplied by one number, with which the share `active` is called of other texts. The plan goes by what a third set
     of texts gives, which had no part in that. What the hidden neurons have in common for all tokens is taken off first:
-    int8 would round away what differs beside it. They are heard layer after layer."""
+    int8 would round away what differs beside it. They are heard layer after layer. `how`: the model is loaded."""
     packed = open_packed(folder)
     spec, rank = packed.spec, rank_for(packed.spec, packed.weights, share)
     n, part = _neurons(spec), part_of(spec, 0, rank)
@@ -89,7 +91,7 @@ def state_by_rates(folder: Path, active: float, share: float, steepness: float) 
     called = np.zeros(len(spec.layers))
     hidden, fires = [np.zeros(rank, np.float32) for _ in spec.layers], np.zeros(len(spec.layers))
     ask = Ask(context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
-    with closing(Engine.load(folder, ask, Loading())) as engine:
+    with closing(Engine.load(folder, ask, how)) as engine:
         session = engine.session
         for at in range(len(spec.layers) + 1):  # a layer's input depends on whom the layers before it leave out
             heard: list[Array] = []

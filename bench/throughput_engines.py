@@ -30,7 +30,10 @@ Figures = dict[str, Any]
 INT8_SHARE = 0.58
 IMPORT_S = 300  # at most, of a peer's modules
 # What each peer imports.
-MODULES = {"llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "psutil", "torch", "transformers")}
+MODULES = {
+    "llamacpp": ("llama_cpp",), "accelerate": ("accelerate", "psutil", "torch", "transformers"),
+    "scipy": ("scipy.sparse",), "torch": ("torch",), "matplotlib": ("matplotlib",),
+}  # fmt: skip
 PEAKS = 9  # readings of a peak, of which the median counts: one takes 16 ms, and halves where others have a core
 
 

@@ -2,14 +2,15 @@
 
 Commands: `decode N` reads a prompt, and then N tokens one by one: seconds of the N, bytes that the disk read meanwhile,
 and `bound_s`, what the machine's figures say that these reads take, each in its place and nothing between them. Of
-records that were asked for `asked_bytes` are all bytes of their reads, and `records_bytes` those of the records alone.
+records that were asked for `asked_bytes` are all bytes of their reads: `records_bytes` those of the records alone,
+`alignment_bytes` the rest of their pages, and `hole_bytes` pages between them that are read through.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +27,36 @@ from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 
 PROMPT_TOKENS = 16
+_NOTED = (ops.Load, ops.Pick, ops.Fetch, ops.Recall)
 
 
 class Within:
-    """`limit`: bytes of the process."""
+    """`limit`: bytes of the process. `cache`: of this machine's figures; None for the user's."""
 
-    def __init__(self, folder: Path, limit: int, context: int, sparsity: str) -> None:
+    def __init__(self, folder: Path, limit: int, context: int, sparsity: str, cache: Path | None = None) -> None:
         ask = Ask(
             context=context, host_memory_bytes=limit, sparsity=sparsity, prompt_tokens=PROMPT_TOKENS,
             output_tokens=context - PROMPT_TOKENS,
         )  # fmt: skip
-        self.engine = Engine.load(folder, ask, Loading())
+        self.engine = Engine.load(folder, ask, Loading(cache=cache))
         self._cost = Cost(self.engine.machine)
-        self._bound_s, self._asked_bytes, self._records_bytes = 0.0, 0, 0
         session = self.engine.session
         step, plan = session.lowering.step, self.engine.plan
-        asked = [unit for unit in plan.units if unit.asked]
-        strides = {unit.part: Records.of(plan.parts[unit.part]).stride for unit in asked}
-        firsts = {unit.part: plan.unit_rows(unit)[0] for unit in reversed(asked)}
+        self._asked = {unit.part: plan.unit_rows(unit)[0] for unit in reversed(plan.units) if unit.asked}
+        # Of decode passes. What they come to is counted when the clock stands.
+        self._tasks: list[Task] = []
+        self._answers: list[tuple[str, Sequence[Sequence[int]]]] = []
 
-        def counted(call: Call, answer: Any) -> Any:
-            """What was answered. Notes the records that it names, of neurons from the first that is asked for on."""
+        def noted(call: Call, answer: Any) -> Any:
             found, operands = answer(call), call.operands
             assert isinstance(operands, ops.Fire | ops.Predict)
-            part = f"{operands.layer}.ffn"
-            live = {neuron for row in found for neuron in row if neuron >= firsts[part]}
-            self._records_bytes += len(live) * strides[part]
+            self._answers.append((f"{operands.layer}.ffn", found))
             return found
 
-        def noting(p: Pass, answer: Any) -> Iterator[Task]:
-            for task in step(p, lambda call: counted(call, answer)):
-                if p.purpose == "decode" and isinstance(task.calls[0].operands, ops.Load | ops.Pick | ops.Fetch):
-                    self._bound_s += self._cost.seconds(task)
-                    self._asked_bytes += sum(c.bytes for c in task.calls if isinstance(c.operands, ops.Pick))
-                for call in task.calls:
-                    if isinstance(call.operands, ops.Recall):  # of these nothing is read
-                        self._records_bytes -= (
-                            len(call.operands.held) // PAIR_BYTES * strides[plan.units[call.unit].part]
-                        )
+        def noting(p: Pass, answer: Any, *more: Any) -> Iterator[Task]:
+            for task in step(p, lambda call: noted(call, answer), *more):
+                if isinstance(task.calls[0].operands, _NOTED):
+                    self._tasks.append(task)
                 yield task
 
         session.lowering.step = noting  # type: ignore[method-assign, assignment]
@@ -75,6 +68,7 @@ class Within:
             "predicted_tokens_per_s": engine.prediction.decode_tokens_per_s,
             "predicted_disk_bytes": engine.prediction.disk_bytes_per_token,
             "asks": engine.plan.asks,
+            "hole_limit_bytes": engine.plan.hole_bytes,
         }
 
     def decode(self, tokens: int) -> Answer:
@@ -83,17 +77,46 @@ class Within:
         for p in passes.prefill(plan, 0, PROMPT_TOKENS, passes.DECODE):
             batch = p.batches[0]
             session.step(p, [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])
-        answered, read = [session.best[0][0][1]], session.bytes_moved()
-        self._bound_s, self._asked_bytes, self._records_bytes, start_s = 0.0, 0, 0, time.perf_counter()
+        answered = [session.best[0][0][1]]
+        session.drain()
+        read = session.bytes_moved()
+        self._tasks.clear()
+        self._answers.clear()
+        start_s = time.perf_counter()
         for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
             session.step(passes.decode(plan, (0,), (position,), passes.DECODE), [ids[position : position + 1]])
             answered.append(session.best[0][0][1])
         seconds = time.perf_counter() - start_s
+        session.drain()
         now = session.bytes_moved()
         return {
-            "seconds": seconds, "disk_bytes": sum(now.values()) - sum(read.values()), "bound_s": self._bound_s,
-            "asked_bytes": self._asked_bytes, "records_bytes": self._records_bytes,
-            "tokens": answered, "peak_bytes": session.peak_host_bytes,
+            "seconds": seconds, "disk_bytes": sum(now.values()) - sum(read.values()), "tokens": answered,
+            "peak_bytes": session.peak_host_bytes, **self._counted(),
+        }  # fmt: skip
+
+    def _counted(self) -> dict[str, float]:
+        """What was noted since the last time. `told_bytes`: of all reads, as tasks have them."""
+        parts, units = self.engine.plan.parts, self.engine.plan.units
+        bound_s, told, asked, records, reads, pages = 0.0, 0, 0, 0, 0, 0
+        for task in self._tasks:
+            (call,) = task.calls
+            of, op = parts[units[call.unit].part] if call.unit >= 0 else None, call.operands
+            if isinstance(op, ops.Recall):  # of these nothing is read
+                assert of is not None
+                records -= len(op.held) // PAIR_BYTES * Records.of(of).stride
+                continue
+            bound_s += self._cost.seconds(task)
+            told += call.bytes
+            if isinstance(op, ops.Pick):
+                asked, reads = asked + call.bytes, reads + len(op.runs)
+        for part, rows in self._answers:
+            lie, first = Records.of(parts[part]), self._asked[part]
+            live = sorted({neuron for row in rows for neuron in row if neuron >= first})
+            records += len(live) * lie.stride
+            pages += sum(hi - lo for lo, hi in lie.runs(live, parts[part].granule_rows, 0))
+        return {
+            "bound_s": bound_s, "told_bytes": told, "asked_bytes": asked, "records_bytes": records, "reads": reads,
+            "alignment_bytes": pages - records, "hole_bytes": asked - pages,
         }  # fmt: skip
 
 
@@ -109,10 +132,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, required=True)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--sparsity", default="auto")
+    parser.add_argument("--cache", type=Path, help="the folder of this machine's figures; default the user's")
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
-        ours = Within(wanted.model, wanted.limit, wanted.context, wanted.sparsity)
+        ours = Within(wanted.model, wanted.limit, wanted.context, wanted.sparsity, wanted.cache)
         return ours.facts(), {"decode": ours.decode}
 
     serve(load)
