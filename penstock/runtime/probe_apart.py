@@ -233,13 +233,15 @@ def _machine(
 
 
 def _ratios(rates: Sequence[Rate], known: dict[str, ProbeFindings], like: MachineSpec) -> Ratios:
-    """How many times as long this machine takes as the profile's, by what was measured; 1 where nothing was."""
+    """How many times as long this machine takes as the profile's, by what was measured; 1 where nothing was. On a busy
+    machine a larger product may seem to take no longer: such a rate tells no speed."""
 
     def median(op: str, few: bool) -> float:
         ratios = [
             (ours.s_per_byte / theirs.s_per_byte) if few else (ours.s_per_flop / theirs.s_per_flop)
             for ours in rates
-            if (ours.lane, ours.op) == (CPU, op) and (ours.rows == 1 if few else ours.s_per_flop > 0)
+            if (ours.lane, ours.op) == (CPU, op)
+            and ((ours.rows == 1 and ours.s_per_byte > 0) if few else ours.s_per_flop > 0)
             for theirs in like.rates
             if key(ours) == key(theirs)
         ]

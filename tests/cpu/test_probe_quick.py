@@ -14,7 +14,7 @@ from penstock.planner.predict import predict
 from penstock.planner.solve import solve
 from penstock.runtime import probe as probes
 from penstock.runtime.probe import kept, load_or_probe, machine_file
-from penstock.runtime.probe_apart import Begun, _keep, begun_in
+from penstock.runtime.probe_apart import Begun, _keep, _ratios, begun_in
 from penstock.runtime.probe_parts import ProbeFindings
 from penstock.runtime.probe_quick import Ratios, profile, quick_probe, scaled
 from penstock.serve.history import error_band
@@ -116,3 +116,13 @@ def test_its_band_is_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     file.write_text(machines.dumps(replace(MACHINE, rough=True)))
     said = here(capsys, "plan", "llama-3.2-1b", "--weights", "int4", "--why", "--cache", tmp_path / "cache")
     assert "error band × or ÷ 1.50, assumed" in said.out, said
+
+
+def test_a_product_that_seems_to_take_no_time_for_its_bytes_tells_no_speed() -> None:
+    """As a probe beside many busy processes found. Other figures would be scaled to nothing."""
+    like = profile("avx512")
+    flat = [replace(rate, alpha_s=1e-3, s_per_byte=0.0) for rate in like.rates if (rate.op, rate.rows) == ("ffn", 1)]
+    ratios = _ratios(flat, {}, like)
+    assert flat and ratios.few == 1.0
+    slower = [replace(rate, s_per_byte=3 * rate.s_per_byte) for rate in like.rates if rate.op == "ffn"]
+    assert _ratios(slower, {}, like).few == pytest.approx(3.0)
