@@ -12,7 +12,9 @@ stay.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.spec.parts import PAGE_BYTES, Part
@@ -65,27 +67,41 @@ class Records(NamedTuple):
     def runs(self, neurons: Sequence[int], granule_rows: int, hole_bytes: int) -> tuple[Run, ...]:
         """The pages with the records of some neurons, in rising order, as runs that lie in one granule each. Holes of
         at most `hole_bytes` are filled."""
+        if not neurons:
+            return ()
+        # A power of two of granules, so that the last neuron seldom decides which tables are taken.
+        firsts, ends = _pages_of(self, granule_rows, 1 << (neurons[-1] // granule_rows).bit_length())
         runs: list[Run] = []
-        open_granule, begin, end = -1, 0, 0
-        for neuron in neurons:
-            granule, i = divmod(neuron, granule_rows)
-            base = granule * self.granule_bytes
-            lo = (base + self.lo + i * self.stride) // PAGE_BYTES * PAGE_BYTES
-            hi = round_up(base + self.lo + (i + 1) * self.stride, PAGE_BYTES)
-            if granule == open_granule and lo - end <= hole_bytes:
-                end = hi
-                continue
-            if end:
-                runs.append((begin, end))
-            open_granule, begin, end = granule, lo, hi
-        if end:
-            runs.append((begin, end))
+        begin, end, granule_end = 0, 0, 0
+        # The disk waits for this loop in each layer, and has no other work meanwhile.
+        for neuron, lo, hi in zip(neurons, map(firsts.__getitem__, neurons), map(ends.__getitem__, neurons), strict=True):
+            if lo - end > hole_bytes or lo >= granule_end:
+                if granule_end:
+                    runs.append((begin, end))
+                begin, granule_end = lo, (neuron // granule_rows + 1) * self.granule_bytes
+            end = hi
+        runs.append((begin, end))
         return tuple(runs)
 
-    def place(self, run: Run, lo: int) -> int:
-        """Where a run lies among the pages with records of granules from `lo` on, one after the other."""
-        granule, inside = divmod(run[0], self.granule_bytes)
-        return (granule - lo) * self.page_bytes + inside - self.first
+    def places(self, runs: Sequence[Run], lo: int, address: int) -> list[tuple[int, int, int]]:
+        """Each run, and its address where the pages with records of granules from `lo` on lie one after the other from
+        `address` on."""
+        every, others = self.granule_bytes, self.granule_bytes - self.page_bytes
+        base = address - self.first - lo * self.page_bytes
+        return [(begin, end, base + begin - begin // every * others) for begin, end in runs]
+
+
+@lru_cache(maxsize=8)
+def _pages_of(records: Records, granule_rows: int, granules: int) -> tuple[array[int], array[int]]:
+    """Of each neuron of so many granules: where its record's first page begins, and where its last one ends. 16 bytes a
+    neuron, which the units of all layers share."""
+    starts = [
+        granule * records.granule_bytes + records.lo + i * records.stride
+        for granule in range(granules)
+        for i in range(granule_rows)
+    ]
+    firsts = array("q", (start // PAGE_BYTES * PAGE_BYTES for start in starts))
+    return firsts, array("q", (round_up(start + records.stride, PAGE_BYTES) for start in starts))
 
 
 def may_be_asked(part: Part, sparsity: str) -> bool:

@@ -71,7 +71,7 @@ class Moves:
         if self.poisoned:
             poison(self._arenas.view(op.target))
         records = Records.of(self._parts[unit.part])
-        return self._disk.pick(unit.part, [(lo, hi, address + records.place((lo, hi), unit.lo)) for lo, hi in op.runs])
+        return self._disk.pick(unit.part, records.places(op.runs, unit.lo, address))
 
     def _recall(self, call: Call, op: ops.Recall) -> None:
         unit = self._plan.units[call.unit]

@@ -114,6 +114,11 @@ def test_runs_hold_the_records_and_stated_holes(data: st.DataObject) -> None:
         before, after = max(p for p in wanted if p < page), min(p for p in wanted if p > page)
         assert (after - before - 1) * PAGE_BYTES <= hole_bytes
     assert wanted <= set(pages)
+    first = data.draw(st.integers(0, min(runs)[0] // part.granule_bytes)) if runs else 0
+    for (lo, hi), placed in zip(runs, records.places(runs, first, 1 << 20), strict=True):
+        granule, inside = divmod(lo, part.granule_bytes)
+        at = (1 << 20) + (granule - first) * records.page_bytes + inside - records.first
+        assert placed == (lo, hi, at)
     # What is kept and what is picked have all bytes of a granule.
     assert records.head + part.granule_bytes - records.tail == records.kept_bytes
     assert records.first <= records.head and records.tail <= records.first + records.page_bytes
@@ -157,8 +162,7 @@ def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, 
     picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
     live = np.flatnonzero(fired.any(axis=0)).tolist()
     flat, to = weights.reshape(-1), picked.reshape(-1)
-    for lo, hi in records.runs(live, 64, 0):
-        at = records.place((lo, hi), 0)
+    for lo, hi, at in records.places(records.runs(live, 64, 0), 0, 0):
         to[at : at + hi - lo] = flat[lo:hi]
     partial, pending = np.full((2, t, d), np.nan, np.float32)
     again = np.zeros_like(fired)
@@ -195,8 +199,7 @@ def test_records_give_the_same_bits_apart_from_their_biases(isa: str, data: st.D
     picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
     live = np.flatnonzero(active.any(axis=0)).tolist()
     flat, to = weights.reshape(-1), picked.reshape(-1)
-    for lo, hi in records.runs(live, 64, 0):
-        at = records.place((lo, hi), 0)
+    for lo, hi, at in records.places(records.runs(live, 64, 0), 0, 0):
         to[at : at + hi - lo] = flat[lo:hi]
     shape = cpu.ffn_shape(part, ffn)
     scratch = np.empty(_native.ffn_scratch(shape, part.granules, t), np.uint8)
