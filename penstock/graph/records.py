@@ -74,7 +74,8 @@ class Records(NamedTuple):
         runs: list[Run] = []
         begin, end, granule_end = 0, 0, 0
         # The disk waits for this loop in each layer, and has no other work meanwhile.
-        for neuron, lo, hi in zip(neurons, map(firsts.__getitem__, neurons), map(ends.__getitem__, neurons), strict=True):
+        pages = zip(neurons, map(firsts.__getitem__, neurons), map(ends.__getitem__, neurons), strict=True)
+        for neuron, lo, hi in pages:
             if lo - end > hole_bytes or lo >= granule_end:
                 if granule_end:
                     runs.append((begin, end))
