@@ -88,6 +88,9 @@ def served(folder: Path, model: Path, limit: int | None, *flags: object) -> Iter
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             yield Server(_port(process), process.pid, cgroup)
+        except BaseException:  # the bench is stopped, or a part of it failed: nobody waits for answers
+            process.kill()
+            raise
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -177,14 +180,14 @@ class Stream:
                 return
 
 
-def together(server: Server, streams: Sequence[Stream]) -> Sequence[Stream]:
-    """Runs all of them at once. Ends the bench where one fails."""
+def together(server: Server, streams: Sequence[Stream], ends: bool = True) -> Sequence[Stream]:
+    """Runs all of them at once. With `ends` it ends the bench where one fails."""
     threads = [threading.Thread(target=stream.run, args=(server,)) for stream in streams]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if bad := [stream.failed for stream in streams if stream.failed]:
+    if ends and (bad := [stream.failed for stream in streams if stream.failed]):
         raise SystemExit(f"a request failed: {bad[0]}")
     return streams
 
@@ -258,9 +261,15 @@ def percentile(values: Iterable[float], percent: int) -> float:
 
 
 def medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of every number that all rounds have, beside what each round gave."""
-    names = [name for name, value in found[0].items() if isinstance(value, float | int)]
-    return {name: statistics.median(each[name] for each in found) for name in names} | {"by_round": list(found)}
+    """Of every number over the rounds that have it, beside what each round gave. None for what no round has."""
+    names = dict.fromkeys(name for each in found for name, value in each.items() if _is_plain(value))
+    columns = {name: [each[name] for each in found if each.get(name) is not None] for name in names}
+    middles = {name: statistics.median(column) if column else None for name, column in columns.items()}
+    return {**middles, "by_round": list(found)}
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, float | int)
 
 
 def cpu_s(process_id: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,21 @@ class Bench:
             tell(f"writing {file.name}")
             gguf.write(self.configs["large"], file)
         return file
+
+
+def in_turns(turns: Mapping[str, Callable[[], float]], backwards: bool) -> Iterator[Figures]:
+    """What the turns give, by their names: after each of them what there is so far. One that fails has no figure: it is
+    told why, and the others have theirs."""
+    figures: Figures = {}
+    for name in reversed(list(turns)) if backwards else turns:
+        try:
+            figures[name] = turns[name]()
+        except (Exception, SystemExit) as error:
+            tell(f"{name}: {type(error).__name__}: {error}")
+            figures.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
+        yield figures
+
+
+def over(figures: Figures, one: str, other: str) -> float | None:
+    """How many times as much one figure is as another; None where one of them is not there."""
+    return figures[one] / figures[other] if figures.get(one) is not None and figures.get(other) else None

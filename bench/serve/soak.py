@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from bench.clients import Stream, percentile, together
 from bench.peers import PROMPT_TOKENS
@@ -14,8 +15,8 @@ from bench.serve.models import CONTEXT, Bench, Figures
 STREAMS, PROMPTS, TOKENS = 64, 16, 24
 
 
-def soak(bench: Bench, minutes: float) -> Figures:
-    wrong, gaps, rss, asked = 0, list[float](), list[int](), 0
+def soak(bench: Bench, minutes: float) -> Iterator[Figures]:
+    wrong, gaps, rss, asked, failed = 0, list[float](), list[int](), 0, list[str]()
     with bench.server("small", None, 8, CONTEXT) as server:
         plan, whole = server.get("/v1/plan"), server.gauge("sequences_free")
         singles = [together(server, [s])[0] for s in bench.streams("small", PROMPTS, PROMPT_TOKENS, TOKENS)]
@@ -28,21 +29,29 @@ def soak(bench: Bench, minutes: float) -> Figures:
             ]
             nonsense = threading.Thread(target=_nonsense, args=(server.port, turn))
             nonsense.start()
-            together(server, made)
+            together(server, made, ends=False)
             nonsense.join()
+            failed += [stream.failed for stream in made if stream.failed]
             for stream, k in zip(made, chosen, strict=True):
                 expected = singles[k].fingerprint[: stream.cut]
                 wrong += stream.fingerprint[: stream.cut] != expected
                 gaps += stream.gaps_s
             rss.append(server.rss_bytes())
             asked, turn = asked + len(made), turn + 1
+            yield _figures(asked, wrong, failed, rss, gaps)
         server.settle()
         free = server.gauge("sequences_free")
     pages = -(-CONTEXT // plan["plan"]["page_tokens"])
+    yield {**_figures(asked, wrong, failed, rss, gaps), "pages_leaked": int(whole - free) * pages}
+
+
+def _figures(asked: int, wrong: int, failed: list[str], rss: list[int], gaps: list[float]) -> Figures:
+    """So far. A request that failed counts as a wrong answer."""
     quarter = max(1, len(rss) // 4)
     return {
-        "requests": asked, "wrong_answers": wrong, "pages_leaked": int(whole - free) * pages,
-        "memory_growth_bytes": max(rss[-quarter:]) - max(rss[:quarter]), "gap_p99_s": percentile(gaps, 99),
+        "requests": asked, "wrong_answers": wrong, "failed_requests": len(failed), "first_failures": failed[:3],
+        "memory_growth_bytes": max(rss[-quarter:]) - max(rss[:quarter]),
+        "gap_p99_s": percentile(gaps, 99) if gaps else None,
     }  # fmt: skip
 
 

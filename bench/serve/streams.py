@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bench.clients import medians, together, tokens_per_s
 from bench.offload_engines import started, tell
-from bench.serve.models import CONTEXT, OUTPUT_TOKENS, Bench, Figures
+from bench.serve.models import CONTEXT, OUTPUT_TOKENS, Bench, Figures, in_turns, over
 from penstock.runtime import host
 
 PROMPT_TOKENS = 4  # short, so that 32 of them are read before the first answer ends
 
 
-def streams(bench: Bench, rounds: int) -> Figures:
-    found = []
+def streams(bench: Bench, rounds: int) -> Iterator[Figures]:
+    found: list[Figures] = []
     for i in range(rounds):
-        figures: Figures = {}
-        turns: list[Callable[[], Figures]] = [
-            lambda: {"single_tokens_per_s": _without_http(bench, bench.limit, 1)},
-            lambda: {"streams_8_tokens_per_s": _with_http(bench, bench.limit, 8)},
-            lambda: {"streams_32_tokens_per_s": _with_http(bench, bench.limit, 32)},
-            lambda: {"streams_32_in_ram_tokens_per_s": _with_http(bench, None, 32)},
-        ]
-        for turn in turns if i % 2 == 0 else reversed(turns):
-            figures |= turn()
-        for count in (8, 32):
-            figures[f"streams_{count}_gain"] = figures[f"streams_{count}_tokens_per_s"] / figures["single_tokens_per_s"]
-        figures["streams_32_share_of_ram"] = (
-            figures["streams_32_tokens_per_s"] / figures["streams_32_in_ram_tokens_per_s"]
-        )
-        tell(f"streams, round {i + 1}: {json.dumps(figures)}")
-        found.append(figures)
-    return medians(found)
+        turns: dict[str, Callable[[], float]] = {
+            "single_tokens_per_s": lambda: _without_http(bench, bench.limit, 1),
+            "streams_8_tokens_per_s": lambda: _with_http(bench, bench.limit, 8),
+            "streams_32_tokens_per_s": lambda: _with_http(bench, bench.limit, 32),
+            "streams_32_in_ram_tokens_per_s": lambda: _with_http(bench, None, 32),
+        }
+        found.append({})
+        for figures in in_turns(turns, i % 2 == 1):
+            found[i] = figures
+            for count in (8, 32):
+                figures[f"streams_{count}_gain"] = over(figures, f"streams_{count}_tokens_per_s", "single_tokens_per_s")
+            in_ram = "streams_32_in_ram_tokens_per_s"
+            figures["streams_32_share_of_ram"] = over(figures, "streams_32_tokens_per_s", in_ram)
+            yield medians(found)
+        tell(f"streams, round {i + 1}: {json.dumps(found[i])}")
 
 
 def _with_http(bench: Bench, limit: int | None, count: int) -> float:
@@ -52,19 +49,19 @@ def _without_http(bench: Bench, limit: int | None, count: int) -> float:
         return count * OUTPUT_TOKENS / float(worker.ask("decode", OUTPUT_TOKENS)["seconds"])
 
 
-def resident(bench: Bench, rounds: int) -> Figures:
-    if importlib.util.find_spec("llama_cpp") is None:
-        tell("llama-cpp-python is not installed: no peer")
-        return {"vs_llamacpp_8": None}
-    found = []
+def resident(bench: Bench, rounds: int, with_peer: bool) -> Iterator[Figures]:
+    """`with_peer`: whether llama.cpp can be run here."""
+    found: list[Figures] = []
     for i in range(rounds):
-        figures: Figures = {}
-        for turn in ("ours", "peer") if i % 2 == 0 else ("peer", "ours"):
-            figures[f"{turn}_tokens_per_s"] = _with_http(bench, None, 8) if turn == "ours" else _llamacpp(bench)
-        figures["vs_llamacpp_8"] = figures["ours_tokens_per_s"] / figures["peer_tokens_per_s"]
-        tell(f"in memory, round {i + 1}: {json.dumps(figures)}")
-        found.append(figures)
-    return medians(found)
+        turns = {"ours_tokens_per_s": lambda: _with_http(bench, None, 8)}
+        if with_peer:
+            turns["peer_tokens_per_s"] = lambda: _llamacpp(bench)
+        found.append({})
+        for figures in in_turns(turns, i % 2 == 1):
+            found[i] = figures
+            figures["vs_llamacpp_8"] = over(figures, "ours_tokens_per_s", "peer_tokens_per_s")
+            yield medians(found)
+        tell(f"in memory, round {i + 1}: {json.dumps(found[i])}")
 
 
 def _llamacpp(bench: Bench) -> float:
@@ -74,14 +71,17 @@ def _llamacpp(bench: Bench) -> float:
         return 8 * OUTPUT_TOKENS / float(worker.ask("decode_together", OUTPUT_TOKENS)["seconds"])
 
 
-def http(bench: Bench, rounds: int) -> Figures:
-    found = []
+def http(bench: Bench, rounds: int) -> Iterator[Figures]:
+    found: list[Figures] = []
     for i in range(rounds):
-        figures: Figures = {}
-        for turn in ("with", "without") if i % 2 == 0 else ("without", "with"):
-            measure = _with_http if turn == "with" else _without_http
-            figures[f"{turn}_http_tokens_per_s"] = measure(bench, None, 8)
-        figures["http_costs"] = 1 - figures["with_http_tokens_per_s"] / figures["without_http_tokens_per_s"]
-        tell(f"HTTP, round {i + 1}: {json.dumps(figures)}")
-        found.append(figures)
-    return medians(found)
+        turns = {
+            "with_http_tokens_per_s": lambda: _with_http(bench, None, 8),
+            "without_http_tokens_per_s": lambda: _without_http(bench, None, 8),
+        }
+        found.append({})
+        for figures in in_turns(turns, i % 2 == 1):
+            found[i] = figures
+            ratio = over(figures, "with_http_tokens_per_s", "without_http_tokens_per_s")
+            figures["http_costs"] = None if ratio is None else 1 - ratio
+            yield medians(found)
+        tell(f"HTTP, round {i + 1}: {json.dumps(found[i])}")

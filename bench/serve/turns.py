@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ PREFIX_TOKENS, TURN_TOKENS, TURN_ANSWER, TURNS = 2000, 60, 20, 20
 CONTEXT = PREFIX_TOKENS + TURNS * (TURN_TOKENS + TURN_ANSWER) + TURN_TOKENS
 
 
-def prefix(bench: Bench, rounds: int) -> Figures:
+def prefix(bench: Bench, rounds: int) -> Iterator[Figures]:
     found: list[Figures] = []
     chats: list[list[int]] = []
     with tempfile.TemporaryDirectory(prefix="kept-kv-", dir=bench.folder) as kept:
@@ -42,6 +43,7 @@ def prefix(bench: Bench, rounds: int) -> Figures:
                 chats.append(chat)
                 found.append(figures)
                 tell(f"turn {TURNS}, round {i + 1}: {json.dumps(figures)}")
+                yield medians(found)
                 _settle(Path(kept))
         with bench.server("large", bench.limit, 2, CONTEXT, more=flags) as server:
             together(server, bench.streams("large", 1, TURN_TOKENS, 2, seed=70_000))  # not counted: checksums
@@ -50,9 +52,11 @@ def prefix(bench: Bench, rounds: int) -> Figures:
                 (alone,) = together(server, bench.streams("large", 1, new, 2, seed=80_000 + i))
                 figures |= {"restart_ttft_s": asked.ttft_s, "restart_cached_tokens": cached,
                             "restart_new_tokens": new, "restart_ttft_new_tokens_s": alone.ttft_s}  # fmt: skip
+    yield medians(found)
     _add_passes(bench, plan, found)
+    yield medians(found)
     _add_bounds(bench, found)
-    return medians(found)
+    yield medians(found)
 
 
 def _last_turn(bench: Bench, server: Server, number: int) -> tuple[list[int], Figures]:

@@ -34,6 +34,16 @@ def test_gaps_stay_within_the_limit(batch: int, memory: int | None) -> None:
     assert f"{found.prompt_rows} tokens a pass" in found.reason
 
 
+@pytest.mark.parametrize("memory", [None, 512 * MIB])
+def test_a_quarter_more_rows_would_be_too_many(memory: int | None) -> None:
+    """Not only powers of two are tried."""
+    ask = Ask(batch=8, context=256, prompt_tokens=128, host_memory_bytes=memory)
+    plan = solve(ask, LLAMA_1B, INT4, MACHINE).plan
+    rows = pace(plan, MACHINE).prompt_rows
+    more = rows + max(1, rows // 4)
+    assert pass_s(plan, MACHINE, 7, more) > LONGEST_GAP * pass_s(plan, MACHINE, 7, 0)
+
+
 def test_a_slower_disk_leaves_room_for_more_rows() -> None:
     ask = Ask(batch=8, context=256, prompt_tokens=128, host_memory_bytes=512 * MIB)
     plan = solve(ask, LLAMA_1B, INT4, MACHINE).plan

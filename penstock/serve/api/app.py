@@ -175,7 +175,9 @@ def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int 
     """What a request would find that came now: of as many tokens as the plan was made for, where none are named. Raises
     BadRequest for more than the context has."""
     ask, context = loaded.service.engine.ask, loaded.service.engine.plan.context
-    prompt = prompt_tokens or min(ask.prompt_tokens, context - 1)
+    # A context that is shorter than both together is shared as they are.
+    most = max(1, min(context - 1, context * ask.prompt_tokens // (ask.prompt_tokens + ask.output_tokens)))
+    prompt = prompt_tokens or min(ask.prompt_tokens, most)
     if prompt > context:
         raise BadRequest(f"a prompt of {prompt} tokens does not fit a context of {context}")
     output = min(output_tokens or ask.output_tokens, context - prompt + 1)

@@ -341,6 +341,10 @@ def what_is_wrong(errors: Sequence[Any]) -> tuple[str, str]:
     """(the first of some errors in words, the field that it is about), as pydantic tells them."""
     # Of what may be a text or a list, the error that lies deepest tells most.
     error = max(errors, key=lambda each: len(each["loc"]))
+    if error["type"] == "json_invalid":  # its place is a character of the body, and no field
+        why = error.get("ctx", {}).get("error", error["msg"])
+        return f"the body is no JSON: {why}, at character {error['loc'][-1]}"[:1000], ""
     where = ".".join(str(at) for at in error["loc"] if at != "body")
-    message = f"{where}: {error['msg']}" if where else str(error["msg"])
+    said = "there is no such field here" if error["type"] == "extra_forbidden" else str(error["msg"])
+    message = f"{where}: {said}" if where else said
     return message[:1000], where[:200]
