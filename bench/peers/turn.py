@@ -60,11 +60,18 @@ def main() -> None:
             return {"tokens": length}
 
         def turn(seq: int, rows: int) -> Answer:
-            """Rows of a turn behind what its sequence has, after a token of the answer before it."""
+            """Rows of a turn behind what its sequence has, after a token of the answer before it; in as many passes as
+            the plan's chunks make of them."""
             start = 0 if seq == _ALONE else length
             step("decode", seq, max(0, start - 1), 1, Stream("prefill", True))
-            seconds, batch = step("prefill", seq, start, rows, DECODE), Batch(0, (seq,), (start,), (rows,), ())
-            flops = sum(attend_cost(layer.attention, layer.attention.kv_heads, batch, 0)[1] for layer in spec.layers)
+            seconds, flops, until = 0.0, 0, start + rows
+            while start < until:
+                count = min(plan.chunk_rows, until - start)
+                then = DECODE if start + count == until else Stream("prefill", True)
+                seconds += step("prefill", seq, start, count, then)
+                batch = Batch(0, (seq,), (start,), (count,), ())
+                flops += sum(attend_cost(each.attention, each.attention.kv_heads, batch, 0)[1] for each in spec.layers)
+                start += count
             return {"seconds": seconds, "attend_flops": flops}
 
         def peak(_: int) -> Answer:
