@@ -52,7 +52,7 @@ class Progress:
         """Counts a pass."""
         if p is None:
             return
-        count = sum(batch.total_rows for batch in p.batches)
+        count = p.total_rows
         if p.purpose != "prefill":
             self._rows, self._tokens = self._prompt, self._tokens + count
         elif self._rows < self._prompt:

@@ -29,9 +29,9 @@ from penstock.graph.tasks import Slot, Stream
 from penstock.spec.format import Format
 from penstock.spec.model import Layer, ModelSpec, Routed
 from penstock.spec.part_keys import head_key, parts_by_key
-from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, Part, active_columns, predictor_part
+from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, active_columns
 from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
-from penstock.spec.plan import Arena, Cache, Plan, Predictor, Unit
+from penstock.spec.plan import Arena, Cache, Plan, Unit
 from penstock.units import MIB, round_up
 
 ARENA_ALIGN = 2 * MIB  # a huge page: the kernel charges an arena in whole ones, however much of it is used
@@ -53,7 +53,8 @@ class Layout:
         self.delegated = self._delegated()
         self._fill_weights()
         self.predictors = {
-            p.layer: self._take(f"{p.home}.weights", self.predictor_part(p).nbytes, PAGE_BYTES) for p in plan.predictors
+            p.layer: self._take(f"{p.home}.weights", p.part(plan.target.spec).nbytes, PAGE_BYTES)
+            for p in plan.predictors
         }
         self._norm_copies = self._place_norm_copies()
         # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
@@ -112,11 +113,6 @@ class Layout:
         return {layer: executor for layer, executor in projecting.items() if executor != attends[layer]}
 
     # -- slots ----------------------------------------------------------------------------------------
-
-    def predictor_part(self, predictor: Predictor) -> Part:
-        spec = self.plan.target.spec
-        neurons = neurons_of(spec.layers[predictor.layer])
-        return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, predictor.weights)
 
     def norms(self, layer: int, executor: Executor) -> Slot:
         """The slot of a layer's norms where an executor reads them. The executor of attention needs them too, since qkv

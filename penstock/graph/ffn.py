@@ -37,7 +37,7 @@ class FfnCalls:
         home, layout = predictor.home, self._layout
         if home not in (self._plan.main, *executors):
             calls.copy(batch, "h", calls.rows(home, batch, "h").nbytes, self._plan.main, home)
-        part = layout.predictor_part(predictor)
+        part = predictor.part(self._plan.target.spec)
         active = calls.active(layer, home, batch)
         h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
         cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)

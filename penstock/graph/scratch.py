@@ -7,12 +7,13 @@ cache and the scratch stays small.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from penstock.graph import scratch_gpu, scratch_native
 from penstock.spec.format import LINE_COLUMNS, TILE_ROWS, Format, tiles
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import FFNS, Block, Part, heads_together, parts, predictor_part
+from penstock.spec.parts import FFNS, Block, Part, heads_together, parts
 from penstock.spec.places import is_device
 from penstock.spec.plan import Plan, Predictor
 from penstock.units import round_up
@@ -91,9 +92,7 @@ def scratch_bytes(plan: Plan, tier: str) -> int:
 
 def _predictor_of(plan: Plan, predictor: Predictor) -> Part:
     """The predictor as a part, with the key of the first layer: layers are alike."""
-    spec = plan.target.spec
-    neurons = spec.layers[predictor.layer].ffns[0].neurons
-    return predictor_part(0, spec.d_model, predictor.rank, neurons, predictor.weights)
+    return replace(predictor.part(plan.target.spec), key="0.predictor", layer=0)
 
 
 def _predict_bytes(part: Part) -> int:

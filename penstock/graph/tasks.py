@@ -55,6 +55,10 @@ class Pass(NamedTuple):
     pages_used: int | None = None
 
     @property
+    def total_rows(self) -> int:
+        return sum(batch.total_rows for batch in self.batches)
+
+    @property
     def stream(self) -> Stream:
         return Stream(self.purpose, any(batch.logits for batch in self.batches), self.few)
 

@@ -61,7 +61,7 @@ class Trace:
     def _pass(self, timeline: Timeline, p: Pass) -> Event:
         args = {
             "pass": self.passes,
-            "rows": sum(batch.total_rows for batch in p.batches),
+            "rows": p.total_rows,
             "sequences": sum(len(batch.seqs) for batch in p.batches),
             "position": max(start for batch in p.batches for start in batch.start),
         }

@@ -14,6 +14,7 @@ from penstock.graph import ops
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.shorten import streamed
+from penstock.planner.sizes import prompt_and_half_way
 from penstock.spec.ask import Ask
 from penstock.spec.part_keys import head_key
 from penstock.spec.parts import FFNS
@@ -50,7 +51,7 @@ def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
     seqs = sequences(plan, ask)
     batches = -(-seqs // plan.batch_seqs)
     together = min(seqs, plan.batch_seqs)
-    prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
+    prompt, _ = prompt_and_half_way(ask, plan.context)
     passes = -(-together * prompt // plan.chunk_rows)
     wanted = (
         _PassSize("prefill", batches, together * prompt // passes, together, prompt * (prompt + 1) / 2 / passes),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.errors import BadRequest
-from penstock.graph.arenas import Layout
 from penstock.planner import activity
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
@@ -187,10 +186,10 @@ def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
 
 
 def _predicted_reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
-    target, layout = plan.target, Layout(plan)
+    target = plan.target
     known = foretold_of(target.spec, firing)
     assert known is not None, "a plan with predictors is of a model that has some"
-    nbytes = sum(layout.predictor_part(each).nbytes for each in plan.predictors)
+    nbytes = sum(each.part(target.spec).nbytes for each in plan.predictors)
     recall = "" if known.recall is None else f", among them {known.recall:.1%} of those that fire"
     share = _interpolated(known.shares, plan.batch_seqs)
     what = "of these alone anything is read" if target.weights.records else "all activations are read all the same"

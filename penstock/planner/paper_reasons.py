@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from penstock.graph.arenas import Layout
 from penstock.planner.activity import NeuronProfile
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.programs import policy as lp
@@ -122,13 +121,13 @@ def _rows_taken(plan: Plan, prompts: bool) -> str:
 def hot_and_cold(plan: Plan, profile: NeuronProfile, why: str, prompts: bool) -> tuple[str, ...]:
     """Sentences about a plan of PowerInfer's. `why`: who chose the neurons of device memory; `prompts`: the device
     computes the CPU's neurons too where a prompt is read."""
-    sizes, layout = plan.parts, Layout(plan)
+    sizes = plan.parts
     ffns = [unit for unit in plan.units if sizes[unit.part].kind == "ffn"]
     whole = sum(map(plan.unit_bytes, ffns))
     hot = sum(plan.unit_bytes(unit) for unit in ffns if unit.home == GPU.executor)
     predictors = {GPU.executor: 0, HOST: 0}
     for predictor in plan.predictors:
-        predictors[predictor.home] += layout.predictor_part(predictor).nbytes
+        predictors[predictor.home] += predictor.part(plan.target.spec).nbytes
     attention, layers = kv_layers(plan, GPU.executor), len(profile.layers)
     where = f"predictors take {format_bytes(predictors[GPU.executor])} of device memory"
     if predictors[HOST]:

@@ -14,6 +14,7 @@ from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, str
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, RouterTrace, stated
 from penstock.planner.simulate import Lowered, Simulator, lowered_pass
+from penstock.planner.sizes import prompt_and_half_way
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, Tier, is_device, tier_of
@@ -215,10 +216,15 @@ def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int
     """(sequences, passes that read the prompts with how many each stands for, a decode pass half-way through the
     output)."""
     seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
-    prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
-    position = min(prompt + ask.output_tokens // 2, plan.context - 1)
-    every = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
-    return seqs, list(_sampled(every)), passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
+    prompts, step = answer_passes(plan, ask, seqs)
+    return seqs, list(_sampled(prompts)), step
+
+
+def answer_passes(plan: Plan, ask: Ask, seqs: Sequence[int]) -> tuple[list[Pass], Pass]:
+    """(the passes that read the prompts of some sequences, a decode pass of these half-way through their output)."""
+    prompt, position = prompt_and_half_way(ask, plan.context)
+    prompts = passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE)
+    return list(prompts), passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
 
 
 def _reading(

@@ -105,9 +105,9 @@ _ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
-    """A sentence about where the weights lie, those about what is not in device memory but experts, and one about
-    KV. `lifts`: why units that are lifted have their size. `prompts`: the device computes the CPU's granules too where
-    a prompt is read."""
+    """A sentence about where the weights lie, those about experts and about what else is not in device memory, and one
+    about KV. `lifts`: why units that are lifted have their size. `prompts`: the device computes the CPU's granules too
+    where a prompt is read."""
     homes, parts = weights_bytes(plan), plan.parts
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
@@ -118,7 +118,7 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     total = format_bytes(sum(homes.values()))
     where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]
     where += [f"{format_bytes(homes[home])} {place}" for home, place in _ELSEWHERE.items() if homes.get(home)]
-    told = [", ".join(where)]
+    told = [", ".join(where), *_experts(plan)]
     if any(computed.values()):
         shares = [f"{format_bytes(nbytes)} {how}" for how, nbytes in computed.items() if nbytes]
         told.append(f"of what is not there, each token: {' and '.join(shares)}")
@@ -141,8 +141,8 @@ def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: floa
     return f"lifted in units of at most {format_bytes(nbytes)}: {fixed}, {why}"
 
 
-def with_experts(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
-    """The sentences of `beside_device`, and those about experts."""
+def _experts(plan: Plan) -> list[str]:
+    """Sentences about where experts are and who computes them; none of a model without experts."""
     parts, told = plan.parts, list[str]()
     every = sum(part.kind == "experts" for part in parts.values())
     if layers := layers_there(plan):
@@ -161,8 +161,7 @@ def with_experts(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
         told.append(f"beneath these in RAM {caches(plan)}" if there else caches(plan))
     if any(parts[unit.part].kind == "experts" and is_disk(unit.home) for unit in plan.units):
         told.append(f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads once what is not in RAM")
-    where, *others = beside_device(plan, lifts, prompts)
-    return where, *told, *others
+    return told
 
 
 def _where_experts(plan: Plan) -> str:

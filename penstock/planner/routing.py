@@ -157,7 +157,7 @@ class Replay:
             layer = self._plan.parts[unit.part].layer
             known = memoryview(self._fires[layer]).cast("f") if self._fires else array("f", [1.0]) * hi
             lowering.warm_records(u, known[lo:hi])
-        rows = sum(batch.total_rows for batch in p.batches)
+        rows = p.total_rows
         for layer in dict.fromkeys(cache.layer for cache in self._plan.caches):
             for _ in range(passes):
                 lowering.warm(layer, [expert for row in self._next(layer, rows) for expert in row])

@@ -13,6 +13,13 @@ CHUNK_ROWS = 512
 MIN_CHUNK_ROWS = 16
 
 
+def prompt_and_half_way(ask: Ask, context: int) -> tuple[int, int]:
+    """(tokens of a prompt, position of the decode pass that predictions are of, half-way through the output). A prompt
+    leaves room for one token of its answer."""
+    prompt = max(1, min(ask.prompt_tokens, context - 1))
+    return prompt, min(prompt + ask.output_tokens // 2, context - 1)
+
+
 def page_tokens(context: int) -> int:
     """Tokens of a KV page. Short pages waste less memory on a short context, and long pages are read faster: attention
     over pages of 64 takes 1.1 times as long as over pages of 256 (docs/LOG.md)."""

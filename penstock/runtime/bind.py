@@ -52,7 +52,7 @@ class Binding(Views):
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
         frequencies = {r: rope.frequencies(r, plan.context) if r else None for r in ropes}
         self._frequencies = [frequencies[layer.attention.rope] for layer in self._spec.layers]
-        self._predictors = {p.layer: self.layout.predictor_part(p) for p in plan.predictors}
+        self._predictors = {p.layer: p.part(self._spec) for p in plan.predictors}
         self._turns: dict[tuple[int, Batch], tuple[Float32, Float32]] = {}
         self._ids: dict[tuple[Slot, int, int], NDArray[np.int32]] = {}  # by slot of routes, rows and active experts
         self._ops: dict[str, Callable[[Call, Any], None]] = {name: getattr(self, f"_{name}") for name in ops.OPS}

@@ -70,7 +70,7 @@ def load_weights(
         for slot in slots
         if slot.arena.startswith("host.")
     )
-    predicting = {part.key: part for part in map(layout.predictor_part, plan.predictors)}
+    predicting = {part.key: part for part in (each.part(plan.target.spec) for each in plan.predictors)}
 
     def look(key: str, here: NDArray[np.uint8]) -> None:
         """NaN in a predictor would leave neurons out, and nothing would show it."""

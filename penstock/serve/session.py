@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from penstock.errors import BadRequest, DamagedModel, PenstockError
-from penstock.graph.arenas import Layout
 from penstock.graph.lower import Lowering
 from penstock.graph.pages import check_tables
 from penstock.graph.passes import DECODE
@@ -340,9 +339,8 @@ def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
     """Raises BadRequest for a plan of another model, or one that needs a device where there is none."""
     if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
         raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
-    layout = Layout(plan)
     for each in plan.predictors:
-        if packed.parts.get(f"{each.layer}.predictor") != layout.predictor_part(each):
+        if packed.parts.get(f"{each.layer}.predictor") != each.part(plan.target.spec):
             raise BadRequest(f"this plan is for other predictors than those of {packed.folder}: plan again")
     if uses_device(plan) and device is None:
         raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")

@@ -14,7 +14,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format, Mixed
 from penstock.spec.model import ModelSpec
 from penstock.spec.part_keys import parts_by_key
-from penstock.spec.parts import Part
+from penstock.spec.parts import Part, predictor_part
 from penstock.spec.places import GPU, HOST, Executor, Tier, is_device, is_disk
 from penstock.units import MIB
 
@@ -94,6 +94,11 @@ class Predictor:
     rank: int
     home: Executor
     weights: Format
+
+    def part(self, spec: ModelSpec) -> Part:
+        """The predictor as a part of the plan, for this model."""
+        neurons = spec.layers[self.layer].ffns[0].neurons
+        return predictor_part(self.layer, spec.d_model, self.rank, neurons, self.weights)
 
 
 @dataclass(frozen=True, slots=True)

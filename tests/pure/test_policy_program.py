@@ -112,7 +112,7 @@ def shapes(problem: Problem) -> Iterator[BlockShape]:
     """All that a search may try."""
     ask, main = problem.ask, GPU.executor if problem.device_bytes else "host"
     for gpu_batch, batches in blocks(ask.batch, ask.objective == "latency"):
-        for chunk_rows in flexgen.chunk_options(ask, gpu_batch):
+        for chunk_rows in flexgen.chunk_options(problem, gpu_batch):
             for attends in ATTENDS if main == GPU.executor else ("device",):
                 yield BlockShape(problem, main, gpu_batch, batches, chunk_rows, attends)
 

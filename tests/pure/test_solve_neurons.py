@@ -319,7 +319,7 @@ def test_a_decode_pass_reads_what_is_active_and_a_prompt_everything() -> None:
         assert call.operands.active[0].arena.endswith(".act")
     predicts = [call for call in calls if call.op == "predict"]
     assert [call.operands.layer for call in predicts] == list(range(6))
-    pieces = [Layout(plan).predictor_part(p).blocks for p in plan.predictors]
+    pieces = [p.part(plan.target.spec).blocks for p in plan.predictors]
     assert [call.bytes for call in predicts] == [sum(block.nbytes for block in blocks) for blocks in pieces]
     prompt = next(iter(passes.prefill(plan, 0, 20, None)))
     dense = [call for task in Lowering(plan).step(prompt) for call in task.calls if call.op == "ffn"]

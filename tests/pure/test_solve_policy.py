@@ -104,7 +104,7 @@ def drawn(r: random.Random, problem: Problem) -> list[Plan]:
     for _ in range(8 * DRAWN):
         gpu_batch, batches = r.choice(blocks(problem.ask.batch, whole=False))
         attends = r.choice(ATTENDS[:2]) if problem.device_bytes else "device"
-        shape = BlockShape(problem, main, gpu_batch, batches, r.choice(chunk_options(problem.ask, gpu_batch)), attends)
+        shape = BlockShape(problem, main, gpu_batch, batches, r.choice(chunk_options(problem, gpu_batch)), attends)
         weights, kv = (random_shares(r, free) for free in r.choice(list(modes(shape))))
         kv = r.choice(whole_layers(problem.layers, kv, shape.moved_tier) or [kv])
         plan = shape.plan(weights, kv)

@@ -29,7 +29,7 @@ from penstock.planner.solve import scheinfer, settle_context
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER, plan_of
-from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares, one_batch
 from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask
@@ -188,7 +188,7 @@ def test_the_link_slows_the_cpu_down() -> None:
     crowded = replace(WITH_DEVICE, sharing=(Sharing("host", "h2d0", 3.0),))
 
     def block(machine: MachineSpec) -> FfnBlock:
-        step = PassSize("decode", 1, 1, 100)
+        step = one_batch("decode", 1, 1, 100)
         found = LayerWork(Problem(ask, LLAMA_1B, BF16, machine)).ffn(LLAMA_1B.layers[0], step, Shares())
         return replace(found, lanes=replace(found.lanes, ahead_s=0.0))
 
@@ -256,7 +256,7 @@ def test_each_length_has_the_best_n_g() -> None:
     table, work = plan.device_rows[0], LayerWork(problem, plan.ring_bytes[GPU.executor])
     shares = Shares(solved[1].r_gg[0], attends=solved[1].attends[0])
     for rows in (plan.least_device_rows - 1, *table.rows):
-        step = PassSize("prefill", 1, rows, max(0, (256 - rows) // 2))
+        step = one_batch("prefill", 1, rows, max(0, (256 - rows) // 2))
         seconds = work.prompt_s(LLAMA_1B.layers[0], step, shares, solved[1].r_cg[0])
         n_g = table.on_device(rows) if rows >= plan.least_device_rows else 0
         assert seconds(n_g) == min(map(seconds, range(rows + 1)))

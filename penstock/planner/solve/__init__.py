@@ -175,7 +175,7 @@ def solve(
     # `rivals` are ranked without the others: a plan that cannot run must not decide which plans are equals.
     chosen = ranked(rivals, ask)[0]
     others = [each for each in ranked(compared, ask) if each is not chosen]
-    better = (each for each in others if each.score_s(ask) < chosen.score_s(ask))
+    not_yet = (each for each in others if each.candidate.cannot_run and each.score_s(ask) < chosen.score_s(ask))
     strategy, plan, reasons, *_ = chosen.candidate
     prediction, told = chosen.prediction, tuple[str, ...]()
     if problem.has_device and not problem.spec.is_routed:
@@ -191,7 +191,4 @@ def solve(
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
     reasons += shared_pages(plan) + chosen_values(plan) + firing_reason(plan, firing)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
-    return Solved(
-        plan, prediction, reasons, strategy, (chosen, *others),
-        tuple(each for each in better if each.candidate.cannot_run), tasks,
-    )  # fmt: skip
+    return Solved(plan, prediction, reasons, strategy, (chosen, *others), tuple(not_yet), tasks)

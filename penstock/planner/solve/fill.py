@@ -12,12 +12,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.graph.arenas import Layout, neurons_of, with_arenas
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.planner.sizes import page_tokens, shared_tokens
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.machine import USUAL_READS
-from penstock.spec.parts import FFNS, PAGE_BYTES, Part, predictor_part
+from penstock.spec.parts import FFNS, PAGE_BYTES, Part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import ActHome, Cache, KvHome, Plan, PlanModel, Predictor, Unit
 from penstock.units import MIB, round_up
@@ -72,14 +72,13 @@ def filled(
     Reads of the disk are the usual ones, which `reads.with_reads` replaces.
     """
     ask, spec, machine = problem.ask, problem.spec, problem.machine
-    assert ask.context is not None, "settle_context came first"
     seqs = ask.batch if batch_seqs is None else batch_seqs
     block, fmt = (0, seqs * batches), problem.kv
     device_bytes, context_bytes = (
         (machine.device_process_bytes, machine.context_bytes) if main == GPU.executor else (0, 0)
     )
     predictors = predictors or tuple(replace(each, home=main) for each in problem.predictors)
-    there = (_predictor_bytes(problem, each) for each in predictors if each.home == GPU.executor)
+    there = (each.part(spec).nbytes for each in predictors if each.home == GPU.executor)
     plan = Plan(
         models=(PlanModel(spec, problem.weights),),
         units=_firing(problem, units, seqs),
@@ -90,8 +89,8 @@ def filled(
         batch_seqs=seqs,
         chunk_rows=chunk_rows,
         logits_rows=max(seqs, chunk_rows if ask.score else min(chunk_rows, ask.score_rows)),
-        context=ask.context,
-        page_tokens=page or page_tokens(ask.context),
+        context=problem.context,
+        page_tokens=page or page_tokens(problem.context),
         ring_bytes={tier: nbytes for tier, nbytes in rings.items() if nbytes},
         stage_bytes=max(stage_bytes, round_up(max(there, default=0), PAGE_BYTES)),
         order=order,
@@ -108,12 +107,6 @@ def filled(
         value_share=ask.value_share,
     )
     return with_arenas(plan if ask.kv_tokens is None else _shared(plan, ask))
-
-
-def _predictor_bytes(problem: Problem, predictor: Predictor) -> int:
-    spec = problem.spec
-    neurons = neurons_of(spec.layers[predictor.layer])
-    return predictor_part(predictor.layer, spec.d_model, predictor.rank, neurons, predictor.weights).nbytes
 
 
 def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, ...]:

@@ -36,9 +36,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 def plan_of(problem: Problem) -> Plan | None:
     """The plan with as many layers on the device as fit. Where a prompt is read, the device computes the CPU's FFNs
-    too. None if there is no device, if not one layer fits, or if RAM does not hold the rest."""
-    if not problem.has_device:
-        return None
+    too. None if not one layer fits, or if RAM does not hold the rest."""
     for chunk_rows in usual_chunks(problem.ask):
         plan_of_layers = cache(partial(_plan, problem, chunk_rows))
         layers = problem.most_on_device(problem.layers, plan_of_layers)

@@ -142,14 +142,14 @@ def _filled(skeleton: Skeleton, profile: NeuronProfile, choose: Choose) -> tuple
     with_even = planned(attention, predictors, even).tier_bytes()
     spare -= max(0, with_even[GPU.executor] - bare[GPU.executor] - problem.bytes_of(even))
 
-    def placed(budget: int) -> tuple[Plan, ChosenNeurons] | None:
-        groups = choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
-        if groups is None:
-            return None
-        there = {part.key: count for part, count in zip(ffns, groups.counts, strict=True)}
-        return planned(attention, predictors, there), groups
+    def chosen(budget: int) -> ChosenNeurons | None:
+        return choose(program_of(problem, profile, budget, host_bytes), rates_of(problem))
 
-    fitting = within_device(problem, spare, placed)
+    def placed(groups: ChosenNeurons) -> Plan:
+        there = {part.key: count for part, count in zip(ffns, groups.counts, strict=True)}
+        return planned(attention, predictors, there)
+
+    fitting = within_device(problem, spare, chosen, placed)
     return None if fitting is None else (with_activity(fitting[0], profile), fitting[1])
 
 

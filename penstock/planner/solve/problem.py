@@ -14,6 +14,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, foretold_of, share_of, sparsity_of
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shares import most_that_fit
+from penstock.planner.sizes import prompt_and_half_way
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
@@ -67,10 +68,15 @@ class Problem:
         return parts_by_key(self.spec, self.weights)
 
     @property
-    def half_way(self) -> int:
-        """The position of a decode pass half-way through the output."""
+    def context(self) -> int:
+        """The most tokens of a sequence."""
         assert self.ask.context is not None, "settle_context came first"
-        return max(1, min(self.ask.prompt_tokens + self.ask.output_tokens // 2, self.ask.context - 1))
+        return self.ask.context
+
+    @property
+    def half_way(self) -> int:
+        """The position of the decode pass that predictions are of, half-way through the output."""
+        return prompt_and_half_way(self.ask, self.context)[1]
 
     @property
     def layers(self) -> int:
@@ -149,9 +155,7 @@ class Problem:
     def has_device(self) -> bool:
         """Whether there is a device, and the ask allows it any memory. Its kernels cannot read formats of GGUF
         files, and have no levels."""
-        if self.weights.for_cpu or self.sparsity == "threshold":
-            return False
-        return any(tier.name == GPU.executor for tier in self.machine.tiers) and self.ask.device_memory_bytes != 0
+        return self.device_bytes > 0 and not self.weights.for_cpu and self.sparsity != "threshold"
 
     def limit_bytes(self, memory: Executor) -> int:
         """Bytes that a plan may take of RAM or of the device's memory."""
@@ -162,15 +166,17 @@ class Problem:
         used = plan.tier_bytes()
         return all(used.get(memory, 0) <= self.limit_bytes(memory) for memory in memories or (HOST, GPU.executor))
 
-    def spare_bytes(self, plan: Plan, memory: Executor) -> int | None:
-        """Bytes that a plan leaves in a memory for more weights that stay. The unfilled rest of the weights' arena,
-        which is rounded up to whole huge pages, counts too. None if the plan is over the limit already."""
+    def spare_bytes(self, plan: Plan, memory: Executor, staying_bytes: int = 0) -> int | None:
+        """Bytes that a plan leaves in a memory for more weights that stay, within the user's limit of these. The
+        unfilled rest of the weights' arena, which is rounded up to whole huge pages, counts too. None if the plan is
+        over the memory's limit already. `staying_bytes`: of weights that stay in this plan, of those that need not."""
         spare = self.limit_bytes(memory) - plan.tier_bytes().get(memory, 0)
         if spare < 0:
             return None
         arena = next((a for a in plan.arenas if a.name == f"{memory}.weights"), None)
         rounding = arena.bytes - Layout(plan).filled_bytes(arena.name) if arena else 0
-        return rounding + spare // ARENA_ALIGN * ARENA_ALIGN
+        room = rounding + spare // ARENA_ALIGN * ARENA_ALIGN
+        return room if self.may_stay is None else min(room, max(0, self.may_stay - staying_bytes))
 
     def most_on_device(self, count: int, plan_of: Callable[[int], Plan]) -> int:
         """The largest number n up to `count` for which the device's memory has room for `plan_of(n)`; 0 if there is

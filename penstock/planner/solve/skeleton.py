@@ -214,22 +214,28 @@ def smallest(problem: Problem) -> Skeleton:
 
 
 def within_device(
-    problem: Problem, budget: int | None, plan_for: Callable[[int], tuple[Plan, T] | None]
+    problem: Problem, budget: int | None, choose: Callable[[int], T | None], plan_of: Callable[[T], Plan | None]
 ) -> tuple[Plan, T] | None:
-    """A plan that fits, and what `plan_for` returned with it. The budget of weights in device memory is lowered until
+    """A plan that fits, and the choice that it follows from. The budget of weights in device memory is lowered until
     the plan fits.
 
     A plan may need more device memory than its budget says: kernels need more scratch for large units that stay than
-    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget. `plan_for`: the plan
-    of a budget in bytes, and anything else. None if there is no budget, if `plan_for` has no plan, if RAM is too small,
-    or if no attempt fits.
+    for units that stream, and the KV arena is rounded up. Then the excess is taken off the budget.
+
+    choose          a budget in bytes → what stays, in the solver's terms
+    plan_of         the plan of that
+
+    None if there is no budget, if either has no answer, if RAM is too small, or if no attempt fits.
     """
     for _ in range(_ATTEMPTS if budget is not None else 0):
         assert budget is not None
-        attempt = plan_for(budget)
-        if attempt is None or problem.fits(attempt[0]):
-            return attempt
-        over = attempt[0].tier_bytes()[GPU.executor] - problem.device_bytes
+        choice = choose(budget)
+        plan = None if choice is None else plan_of(choice)
+        if choice is None or plan is None:
+            return None
+        if problem.fits(plan):
+            return plan, choice
+        over = plan.tier_bytes()[GPU.executor] - problem.device_bytes
         if over <= 0:
             return None
         budget -= round_up(over, ARENA_ALIGN)

@@ -26,11 +26,10 @@ from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
 from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
 from penstock.planner.programs.whole_layers import whole_layers
-from penstock.planner.sizes import MIN_CHUNK_ROWS
+from penstock.planner.sizes import MIN_CHUNK_ROWS, prompt_and_half_way
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
-from penstock.spec.ask import Ask
 from penstock.spec.places import GPU, HOST, Executor
 from penstock.spec.plan import Plan
 
@@ -87,11 +86,11 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[BlockSh
     """
     ask, best = problem.ask, dict[Way, BestPolicy]()
     sizes = blocks(ask.batch, ask.objective == "latency")
-    left = trying = [(*size, rows) for size in sizes for rows in chunk_options(ask, size[0])]
+    left = trying = [(*size, rows) for size in sizes for rows in chunk_options(problem, size[0])]
     if len(sizes) > _MANY_SIZES:
         trying = [size for size in left if any(_alike(size, shape) for shape in like)]
         trying = trying or [
-            size for size in left if size[1] in _USUAL_BATCHES and size[2] == chunk_options(ask, size[0])[-1]
+            size for size in left if size[1] in _USUAL_BATCHES and size[2] == chunk_options(problem, size[0])[-1]
         ]
     while trying:
         for gpu_batch, batches, chunk_rows in trying:
@@ -115,11 +114,10 @@ def _alike(size: tuple[int, int, int], shape: BlockShape) -> bool:
     return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 
 
-def chunk_options(ask: Ask, gpu_batch: int) -> list[int]:
+def chunk_options(problem: Problem, gpu_batch: int) -> list[int]:
     """Rows of a batch of prompts to try, ascending. They are those of whole prompts, unless one prompt has more rows
     than _MOST_CHUNK_ROWS."""
-    assert ask.context is not None, "settle_context came first"
-    prompt = min(ask.prompt_tokens, ask.context - 1)
+    prompt, _ = prompt_and_half_way(problem.ask, problem.context)
     whole = {min(gpu_batch, max(1, rows // prompt)) * prompt for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}
     return sorted({max(MIN_CHUNK_ROWS, min(rows, _MOST_CHUNK_ROWS)) for rows in whole})
 
@@ -171,19 +169,16 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for best in search(problem).values():
         plan = plan_of(best)
         if plan is not None:
-            yield Candidate(_name(best), plan, _reasons(best, plan))
-
-
-def _name(best: BestPolicy) -> str:
-    """The name of the candidate in `penstock plan --compare`."""
-    return f"block of {best.shape.batches} × {best.shape.gpu_batch}{_WHO[best.shape.attends]}"
+            yield _candidate(best, plan)
 
 
 _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}
 
 
-def _reasons(best: BestPolicy, plan: Plan) -> tuple[str, ...]:
-    """Sentences about the block, what the program says of it, and delegated attention."""
-    problem, placed = best.shape.problem, {part.key for part in best.shape.placed}
-    told = in_blocks(plan, problem.ask.batch, placed, best.shape.kv_bytes, best.solution)
-    return *told, *sentences(plan, problem.cost, problem.half_way)
+def _candidate(best: BestPolicy, plan: Plan) -> Candidate:
+    """The candidate. Its reasons are about the block, what the program says of it, and delegated attention."""
+    shape, problem = best.shape, best.shape.problem
+    placed = {part.key for part in shape.placed}
+    told = in_blocks(plan, problem.ask.batch, placed, shape.kv_bytes, best.solution)
+    told += sentences(plan, problem.cost, problem.half_way)
+    return Candidate(f"block of {shape.batches} × {shape.gpu_batch}{_WHO[shape.attends]}", plan, told)

@@ -95,9 +95,8 @@ class BlockShape:
 
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """The complete plan of some shares. Without a device, the first share is in RAM and the second is 0."""
-        problem, device = self.problem, self.main == GPU.executor
-        homes = spread_layers(problem.layers, kv)
-        tiers = [(GPU.executor, HOST, DISK.tier)[i] if device else (HOST, HOST, DISK.tier)[i] for i in homes]
+        problem = self.problem
+        tiers = [(self.main, HOST, DISK.tier)[i] for i in spread_layers(problem.layers, kv)]
         edges = [0, *(i for i in range(1, len(tiers)) if tiers[i] != tiers[i - 1]), len(tiers)]
         cut = self._units(weights)
         rings, stage_bytes = self._rings(cut)

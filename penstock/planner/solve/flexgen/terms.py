@@ -22,16 +22,16 @@ or wait for each other, and the turns of the two windows that KV moves through.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
-from penstock.graph import passes
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
+from penstock.planner.predict import answer_passes
 from penstock.planner.programs import policy as lp
 from penstock.planner.solve.flexgen.shape import NEAR, BlockShape
 from penstock.spec.model import Layer
@@ -101,13 +101,7 @@ class Terms:
     def _stages(self) -> tuple[lp.Stage, lp.Stage]:
         """(prefill, decode): the seconds of an average layer in all passes that read prompts, and in a pass half-way
         through the output."""
-        shape, ask = self.shape, self.shape.problem.ask
-        plan = shape.home
-        prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
-        position = min(prompt + ask.output_tokens // 2, plan.context - 1)
-        seqs = range(shape.block)
-        prompts = passes.prompts(plan, seqs, (prompt,) * shape.block, passes.DECODE)
-        token = passes.decode(plan, seqs, (position,) * shape.block, passes.DECODE)
+        prompts, token = answer_passes(self.shape.home, self.shape.problem.ask, range(self.shape.block))
         return self._stage(Counter(map(_alike, prompts))), self._stage(Counter([_alike(token)]))
 
     def _stage(self, counts: Counter[Pass]) -> lp.Stage:
@@ -121,7 +115,7 @@ class Terms:
                 often = {BATCH: count * batches, ONCE: count if batch == p.batches[0]._replace(id=0) else 0}
                 for layer, alike in kinds.items():
                     key = (shape.main, shape.attends, shape.order, layer, batch, p.purpose)
-                    learned = shape.problem.learned(key, lambda at=key: _learn(shape, *at[3:]))  # type: ignore[misc]
+                    learned = shape.problem.learned(key, partial(_learn, shape, *key[3:]))
                     for (when, lane), line in learned.items():
                         total[lane] = total[lane].plus(line, often[when] * alike)
         return {lane: line.times(1 / self.layers) for lane, line in total.items()}
@@ -164,20 +158,18 @@ def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[
         return _seconds(shape, batch, purpose, (layer,) * count, weights, kv)
 
     near, two = seconds(1), seconds(2)
-    layer_s = _less(two, near)
-    lines = {key: lp.Line(each + (near[key] - each) / layers) for key, each in layer_s.items()}
-
-    def add(more_s: Seconds, line: Callable[[float], lp.Line]) -> None:
-        for key, each in more_s.items():
-            lines[key] = lines.get(key, lp.Line()).plus(line(each))
-
+    lines = defaultdict[Often, lp.Line](lp.Line)
+    for key, layer_s in _less(two, near).items():
+        lines[key] = lp.Line(layer_s + (near[key] - layer_s) / layers)
     for tier in (1, 2) if device else (2,):
-        add(_less(seconds(1, weights=_IN[tier]), near), lambda s, at=tier: lp.Line(weights=_in(at, s)))  # type: ignore[misc]
+        for key, more_s in _less(seconds(1, weights=_IN[tier]), near).items():
+            lines[key] = lines[key].plus(lp.Line(weights=_in(tier, more_s)))
     for tier in {1, 2} - {home} if device else {2}:
-        # KV comes for each batch, with the tasks that bring it.
-        more_s = _less(seconds(1, kv=_IN[tier]), near)
-        kv_s = {(BATCH, lane): more_s[BATCH, lane] + more_s[ONCE, lane] for _, lane in more_s}
-        add(kv_s, lambda s, at=tier: lp.Line(kv=_in(at, s)))  # type: ignore[misc]
+        moved_s = _less(seconds(1, kv=_IN[tier]), near)
+        for lane in dict.fromkeys(lane for _, lane in moved_s):
+            # KV comes for each batch, with the tasks that bring it.
+            kv_s = moved_s[BATCH, lane] + moved_s[ONCE, lane]
+            lines[BATCH, lane] = lines[BATCH, lane].plus(lp.Line(kv=_in(tier, kv_s)))
     return lines
 
 
@@ -203,7 +195,7 @@ def _seconds(
 
 def _less(seconds: Seconds, others: Seconds) -> defaultdict[Often, float]:
     """The differences, of all that is in either."""
-    keys = {*seconds, *others}
+    keys = dict.fromkeys((*seconds, *others))
     return defaultdict(float, {key: seconds.get(key, 0.0) - others.get(key, 0.0) for key in keys})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import NoReturn
 
 from penstock.planner.candidate import WHOLE, Candidate
@@ -42,32 +43,36 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     sizes = [device_skeleton(problem, rows, problem.layers, lifted=1.0) for rows in usual_chunks(problem.ask)]
     for size in [*sizes, smallest(problem)]:
         any_fits, larger = False, list[tuple[str, Skeleton]]()
-        for who, skeleton in _splits(size):
+        for who, skeleton in chain(_splits(size), larger):
             plan = filled(skeleton)
             if plan is None:
                 continue
             any_fits = True
-            yield (candidate := _candidate(plan, who, skeleton))
-            if candidate.strategy == WHOLE:
+            yield (made := candidate(plan, f", {who}", skeleton))
+            if made.strategy == WHOLE:
                 return
-            if HOST in plan.ring_bytes:
-                larger.append((who, replace(skeleton, host_ring_bytes=2 * skeleton.host_ring_bytes)))
-        # The disk fills the CPU's ring and the stage in turns, and waits if either has no room. With twice the ring it
-        # waits less. That is worth the weights that no longer stay only if the disk is not busy all the time. Then a
-        # plan takes longer than its bound, and `solve` simulates these too.
-        for who, skeleton in larger[:_MOST_LARGER]:
-            plan = filled(skeleton)
-            if plan is not None:
-                yield _candidate(plan, who, skeleton)
+            # The disk fills the CPU's ring and the stage in turns, and waits if either has no room. With twice the ring
+            # it waits less. That is worth the weights that no longer stay only if the disk is not busy all the time.
+            # Then a plan takes longer than its bound, and `solve` simulates these too.
+            is_usual = skeleton.host_ring_bytes == size.host_ring_bytes
+            if is_usual and HOST in plan.ring_bytes and len(larger) < _MOST_LARGER:
+                larger.append((who, replace(skeleton, host_ring_bytes=2 * size.host_ring_bytes)))
         if any_fits:
             return
 
 
-def _candidate(plan: Plan, who: str, skeleton: Skeleton) -> Candidate:
-    """The candidate of a filled skeleton. `who`: computes the FFNs outside device memory, in words."""
+def candidate(plan: Plan, cpu: str, skeleton: Skeleton) -> Candidate:
+    """The candidate of a filled skeleton. `cpu`: who computes what is outside device memory, as words of its name."""
     problem = skeleton.problem
+    if all_there(plan):
+        cpu = ""
+    elif skeleton.attention_layers < problem.layers:
+        cpu += ", attention of some layers on the CPU"
+    # Experts stay with the CPU where prompts are read too, which goes without saying.
+    prompts = ", prompts too" if cpu and not skeleton.prompts and not problem.spec.is_routed else ""
     told = beside_device(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
-    return Candidate(_name(plan, who, skeleton), plan, told + sentences(plan, problem.cost, problem.half_way))
+    told += sentences(plan, problem.cost, problem.half_way)
+    return Candidate(f"{WHOLE}{cpu}{skeleton.kv_words}{prompts}", plan, told)
 
 
 def minimum_bytes(problem: Problem) -> int:
@@ -150,30 +155,21 @@ def _estimate(skeleton: Skeleton) -> Estimate | None:
     weights in either memory."""
     problem, sizes = skeleton.problem, skeleton.problem.parts
     bare = skeleton.plan({}, {})
-    spare, memory = problem.spare_bytes(bare, GPU.executor), problem.spare_bytes(bare, HOST)
+    spare = problem.spare_bytes(bare, GPU.executor)
+    stays = {} if spare is None else fill_device(skeleton, spare)
+    memory = problem.spare_bytes(bare, HOST, problem.bytes_of(stays))
     if spare is None or memory is None:
         return None
-    may_stay = problem.may_stay
-    stays = fill_device(skeleton, spare if may_stay is None else min(spare, may_stay))
 
     def share(parts: list[Part]) -> float:
         return sum(stays.get(part.key, 0) for part in parts) / max(1, sum(part.granules for part in parts))
 
     left = problem.total_bytes - problem.bytes_of(stays)
     left -= sizes[problem.gathered].nbytes if problem.gathered else 0
-    if may_stay is not None:
-        memory = min(memory, max(0, may_stay - problem.bytes_of(stays)))
+
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends = skeleton.attention_layers
     ffns, attention = share(problem.of_kind("ffn")), share(problem.of_kind("attn")[:attends])
     there = Shares(ffns, attention, disk, True, skeleton.kv_home != GPU.executor, skeleton.delegates)
     work = LayerWork(problem, skeleton.ring_bytes)
     return Estimate(work, skeleton.chunk_rows, there, attends, problem.head.key in stays)
-
-
-def _name(plan: Plan, who: str, skeleton: Skeleton) -> str:
-    """The name of the candidate in `penstock plan --compare`."""
-    if all_there(plan):
-        return f"{WHOLE}{skeleton.kv_words}"
-    cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers on the CPU"
-    return f"{WHOLE}, {who}{cpu}{skeleton.kv_words}" + ("" if skeleton.prompts else ", prompts too")

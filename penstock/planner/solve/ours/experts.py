@@ -17,18 +17,18 @@ from dataclasses import replace
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.candidate import WHOLE, Candidate
-from penstock.planner.delegation import sentences
-from penstock.planner.reasons import layers_there, with_experts
+from penstock.planner.reasons import layers_there
 from penstock.planner.shares import share_slots
 from penstock.planner.sizes import CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
 
-NAME = f"{WHOLE}, experts with the CPU"
+_EXPERTS = ", experts with the CPU"
+NAME = WHOLE + _EXPERTS
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
 _LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
 
@@ -62,14 +62,13 @@ def _of_mode(skeleton: Skeleton, experts_there: bool) -> Iterator[Candidate]:
         fitting = {where: plan for where, plan in plans.items() if plan is not None}
         for where, plan in fitting.items():
             if bool(layers_there(plan)) == experts_there:
-                yield Candidate(_name(plan, whole, where, who), plan, _told(plan, whole))
+                yield _candidate(plan, where, who, whole)
         if not any(map(_ffn_elsewhere, fitting.values())):
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
         where = " and in RAM" if _reads(cached) else ""
-        name = _name(cached, skeleton, f", in caches on the device{where}", _LINK)
-        yield Candidate(name, cached, _told(cached, skeleton))
+        yield _candidate(cached, f", in caches on the device{where}", _LINK, skeleton)
 
 
 def _cached_there(skeleton: Skeleton) -> Plan | None:
@@ -126,17 +125,8 @@ def _ffn_elsewhere(plan: Plan) -> bool:
     return any(unit.home != GPU.executor and parts[unit.part].kind in ("ffn", "shared") for unit in plan.units)
 
 
-def _name(plan: Plan, skeleton: Skeleton, where: str, who: str) -> str:
-    """The name of the candidate in `penstock plan --compare`. `where`: words about where the CPU's experts are. `who`:
-    words about who computes shared experts and dense FFNs outside device memory."""
-    if all_there(plan):
-        return f"{WHOLE}{skeleton.kv_words}"
+def _candidate(plan: Plan, where: str, who: str, skeleton: Skeleton) -> Candidate:
+    """The candidate of a filled skeleton. `where`: words of its name about where the CPU's experts are. `who`: words
+    about who computes shared experts and dense FFNs outside device memory."""
     layers = ", those of some layers on the device" if layers_there(plan) else ""
-    cpu = "" if skeleton.attention_layers == skeleton.problem.layers else ", attention of some layers too"
-    return f"{NAME}{where}{layers}{who}{cpu}{skeleton.kv_words}"
-
-
-def _told(plan: Plan, skeleton: Skeleton) -> tuple[str, ...]:
-    problem = skeleton.problem
-    told = with_experts(plan, lift_reason(problem, skeleton.ring_bytes), skeleton.prompts)
-    return told + sentences(plan, problem.cost, problem.half_way)
+    return device.candidate(plan, f"{_EXPERTS}{where}{layers}{who}", skeleton)

@@ -12,6 +12,7 @@ RAM has the same share of everything else. Or it has caches for experts, and of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.shares import Resident, all_of, share_out, share_slots
@@ -40,21 +41,15 @@ def filled(skeleton: Skeleton, rest: Rest = in_ram, experts: bool = False) -> Pl
     """The plan that fills device memory, then RAM. None if it does not fit even with no weights in either memory.
     `rest`: makes the plan of what stays in device memory. `experts`: those of whole layers may stay in device
     memory."""
-    problem, may_stay = skeleton.problem, skeleton.problem.may_stay
+    problem = skeleton.problem
     computed = computed_there(skeleton, experts)
-    if may_stay is None and problem.bytes_of(computed) <= problem.device_bytes:
+    if problem.may_stay is None and problem.bytes_of(computed) <= problem.device_bytes:
         whole = rest(skeleton, computed)
         if whole is not None and problem.fits(whole):
             return whole
     budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
-    if budget is not None and may_stay is not None:
-        budget = min(budget, may_stay)
-
-    def plan_for(nbytes: int) -> tuple[Plan, None] | None:
-        plan = rest(skeleton, fill_device(skeleton, nbytes, experts))
-        return None if plan is None else (plan, None)
-
-    fitting = within_device(problem, budget, plan_for)
+    choose = partial(fill_device, skeleton, experts=experts)
+    fitting = within_device(problem, budget, choose, partial(rest, skeleton))
     return None if fitting is None else fitting[0]
 
 
@@ -62,11 +57,9 @@ def partly_in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
     """The plan with `on_device` in device memory, as much of the rest in RAM as fits, and the remainder on the disk.
     None if RAM is too small. Whether device memory has room is left to the caller."""
     problem = skeleton.problem
-    spare = problem.spare_bytes(skeleton.plan(on_device, {}), HOST)
+    spare = problem.spare_bytes(skeleton.plan(on_device, {}), HOST, problem.bytes_of(on_device))
     if spare is None:
         return None
-    if problem.may_stay is not None:
-        spare = min(spare, max(0, problem.may_stay - problem.bytes_of(on_device)))
     plan = skeleton.plan(on_device, fill_memory(problem, on_device, spare))
     return plan if problem.fits(plan, HOST) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
@@ -27,15 +28,10 @@ def with_guests(plan: Plan) -> Plan:
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
-    cut: dict[str, list[Unit]] = {}
-    for part in plan.parts.values():
-        streaming = [unit for unit in plan.units if unit.part == part.key and is_guest(plan, unit)]
-        if part.kind == "ffn" and streaming:
-            cut[part.key] = _cut(plan, part, streaming, pools[part.layer])
     recut: list[Unit] = []
-    for unit in plan.units:
-        recut += cut.pop(unit.part, []) if is_guest(plan, unit) and unit.part in cut else []
-        recut += [] if is_guest(plan, unit) else [unit]
+    for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
+        part, alike = plan.parts[key], list(group)
+        recut += _cut(plan, part, alike, pools[part.layer]) if may_stay else alike
     return _worth_it(plan, with_arenas(replace(plan, units=tuple(recut), guests=True)))
 
 

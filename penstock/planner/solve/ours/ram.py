@@ -70,16 +70,15 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
 
     Raises DoesNotFit if no plan fits.
     """
-    any_found = False
+    any_found, wanted = False, None if near_ring_bytes is None else 1
     for in_memory in _kv_options(problem):
         for chunk_rows in chunk_options(problem.ask):
             least_ring, *rings = ring_options(problem)
-            tried = max(1, len(rings))
             if near_ring_bytes is not None:
-                rings, tried = sorted(rings, key=lambda ring: abs(ring - near_ring_bytes)), 1
+                rings.sort(key=lambda ring: abs(ring - near_ring_bytes))
             # In the smallest ring, which holds one granule, nothing overlaps. It is tried only if no other fits.
             size = skeleton(problem, chunk_rows, in_memory, least_ring)
-            fitting = list(islice(_fitting(size, rings), tried)) or list(_fitting(size, [least_ring]))
+            fitting = list(islice(_fitting(size, rings), wanted)) or list(_fitting(size, [least_ring]))
             yield from chain.from_iterable(fitting)
             any_found |= bool(fitting)
             if fitting and chunk_rows <= CHUNK_ROWS:
@@ -88,13 +87,11 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             return
     if any_found:
         return
-    for size in _least(problem):
-        least = next(_fitting(size, [size.host_ring_bytes]), None)
-        if least is not None:
-            yield from least
-            return
-    _require_minimum(problem, problem.host_bytes)
-    raise AssertionError("the least plan is among the candidates")
+    least = chain.from_iterable(_fitting(size, [size.host_ring_bytes]) for size in _least(problem))
+    if (fits := next(least, None)) is None:
+        _require_minimum(problem, problem.host_bytes)
+        raise AssertionError("the least plan is among the candidates")
+    yield from fits
 
 
 def require_minimum(
@@ -147,8 +144,8 @@ def _kv_options(problem: Problem) -> Iterator[int]:
 
 def _least(problem: Problem) -> list[Skeleton]:
     """The smallest skeletons: with KV in memory, and with all KV on the disk in a window of one layer."""
-    kinds = [(problem.layers, "overlapped")] if problem.ask.kv_home != "disk" else []
-    kinds += [(0, "saving")] if problem.ask.kv_home != "memory" else []
+    orders = {problem.layers: "overlapped", 0: "saving"}
+    kinds = [(n, orders[n]) for n in _kv_options(problem) if n in orders]
     return [skeleton(problem, MIN_CHUNK_ROWS, n, ring_options(problem)[0], order) for n, order in kinds]
 
 

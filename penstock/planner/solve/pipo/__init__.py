@@ -129,15 +129,11 @@ def _partial(problem: Problem, pipeline: str) -> tuple[Configuration, Plan] | No
 
 
 def _candidate(problem: Problem, choice: Configuration, plan: Plan) -> Candidate:
+    """The candidate. Its first reason is the account of Eq. 1, which is the paper's and not the plan's."""
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
-    return Candidate(NAMES[choice.pipeline] + partly, plan, _reasons(problem, choice, plan))
-
-
-def _reasons(problem: Problem, choice: Configuration, plan: Plan) -> tuple[str, ...]:
-    """The account of Eq. 1, which is the paper's and not the plan's, and sentences about the plan."""
     ask, s = problem.ask, memory.sizes(problem.spec, problem.weights, problem.kv)
     account = by_equation_1(s, ask.batch, ask.prompt_tokens + ask.output_tokens, _limits(problem))
-    return account, *in_pipeline(plan, choice)
+    return Candidate(NAMES[choice.pipeline] + partly, plan, (account, *in_pipeline(plan, choice)))
 
 
 def _limits(problem: Problem) -> memory.MachineLimits:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from penstock.planner.candidate import Candidate
@@ -104,12 +105,8 @@ def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Sli
         return None
     for chunk_rows in usual_chunks(problem.ask):
         skeleton = device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)
-
-        def plan_for(budget: int, skeleton: Skeleton = skeleton) -> tuple[Plan, Slices]:
-            slices = _assigned(skeleton, budget, wanted)
-            return plan_of(skeleton, slices), slices
-
-        fitting = within_device(problem, problem.spare_bytes(skeleton.plan({}, {}), GPU.executor), plan_for)
+        budget = problem.spare_bytes(skeleton.plan({}, {}), GPU.executor)
+        fitting = within_device(problem, budget, partial(_assigned, skeleton, wanted), partial(plan_of, skeleton))
         if fitting is not None:
             return fitting
     return None
@@ -123,7 +120,7 @@ def plan_of(skeleton: Skeleton, slices: Slices) -> Plan:
     return sliced.plan(slices.on_device)
 
 
-def _assigned(skeleton: Skeleton, budget: int, wanted: SliceRules) -> Slices:
+def _assigned(skeleton: Skeleton, wanted: SliceRules, budget: int) -> Slices:
     """The slices that a greedy assignment of `budget` bytes of device memory gives. Of the rest of each FFN, the link
     lifts the best r_CG."""
     problem, sizes, head = skeleton.problem, skeleton.problem.parts, skeleton.problem.head
@@ -132,7 +129,8 @@ def _assigned(skeleton: Skeleton, budget: int, wanted: SliceRules) -> Slices:
     for i, layer in enumerate(problem.spec.layers):
         if layer not in tables:
             tables[layer] = _options(work, layer, (sizes[f"{i}.attn"], sizes[f"{i}.ffn"]), skeleton, wanted)
-    heads = [Option(0, work.head_s(stays=False)), Option(head.nbytes, work.head_s(stays=True))]
+    tokens = problem.ask.output_tokens
+    heads = [Option(n, tokens * work.ends_s(work.decode(), head_stays=n > 0)) for n in (0, head.nbytes)]
 
     def greedy(prompts: bool) -> tuple[float, bool, int, list[Kept]]:
         """(seconds, prompts, whether the head stays, what each layer keeps). `prompts`: the device computes all of a
@@ -161,15 +159,10 @@ def _assigned(skeleton: Skeleton, budget: int, wanted: SliceRules) -> Slices:
         (layer, attends[i], on_device[part.key] / part.granules)
         for i, (layer, part) in enumerate(zip(problem.spec.layers, ffns, strict=True))
     ]
-    best = {key: _best_r_cg(work, *key) for key in set(alike)}
+    best = {key: work.best_r_cg(key[0], Shares(key[2], attends=key[1])) for key in set(alike)}
     on_device |= {f"{i}.attn": sizes[f"{i}.attn"].granules for i, here in enumerate(attends) if here}
     on_device |= {head.key: head.granules} if head_stays else {}
     return Slices(attends, tuple(r_gg for _, _, r_gg in alike), tuple(best[key] for key in alike), on_device, prompts)
-
-
-def _best_r_cg(work: LayerWork, layer: Layer, attends: bool, r_gg: float) -> float:
-    """The best r_CG of a layer for decode."""
-    return best_r_cg(work.ffn(layer, work.decode(), Shares(r_gg, attends=attends)), r_gg)[0]
 
 
 def _options(
@@ -194,22 +187,17 @@ def _options(
 def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
     """Bytes of a layer's K and V of all sequences, in whole pages."""
     problem, a = skeleton.problem, layer.attention
-    assert problem.ask.context is not None, "settle_context came first"
-    tokens = shared_tokens(problem.ask, page_tokens(problem.ask.context))
+    tokens = shared_tokens(problem.ask, page_tokens(problem.context))
     return 2 * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
 
 
-def tokens_of(work: LayerWork, slices: Slices, layer: int, chunk_rows: int) -> tuple[int, int]:
-    """(the best n_g, the rows) of a prompt's first chunk in a layer (Eq. 15)."""
-    step = next(step for step, _ in work.chunks(chunk_rows))
-    key = (work.problem.spec.layers[layer], slices.attends[layer], slices.r_gg[layer], slices.r_cg[layer])
-    return best_rows(work, key, step), step.total_rows
-
-
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:
-    """Sentences about the slices, with the seconds of the first layer and the best n_g of a layer in the middle."""
-    block = work.ffn(work.problem.spec.layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
+    """Sentences about the slices, with the seconds of the first layer, and the best n_g of a prompt's first chunk in
+    the layer in the middle."""
+    layers = work.problem.spec.layers
+    block = work.ffn(layers[0], work.decode(), Shares(slices.r_gg[0], attends=slices.attends[0]))
     alone_s, layer_s = (block.period_s(r, slices.r_gg[0]) for r in (0.0, slices.r_cg[0]))
-    n_g = tokens_of(work, slices, len(slices.r_gg) // 2, plan.chunk_rows)
+    i, (step, _) = len(layers) // 2, next(work.chunks(plan.chunk_rows))
+    n_g = best_rows(work, (layers[i], slices.attends[i], slices.r_gg[i], slices.r_cg[i]), step), step.total_rows
     lifts = lift_reason(work.problem, work.ring_bytes)
     return in_slices(plan, slices.r_gg, slices.r_cg, layer_s, alone_s, n_g, slices.prompts, lifts)

@@ -31,24 +31,11 @@ from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 _SLICES = 3  # GG, CG and CC, which the FFN of a lowered plan has in equal shares
 
 
-class PassSize(NamedTuple):
-    """The size of a pass: one batch of `seqs` sequences, each with `rows` rows from position `start` on."""
-
-    purpose: str
-    seqs: int
-    rows: int
-    start: int
-
-    @property
-    def total_rows(self) -> int:
-        return self.seqs * self.rows
-
-    @property
-    def lowered(self) -> Pass:
-        """The pass that the lowering takes. Logits are wanted of each sequence's last row."""
-        n = self.seqs
-        last = tuple(range(self.rows - 1, self.total_rows, self.rows))
-        return Pass(self.purpose, (Batch(0, tuple(range(n)), (self.start,) * n, (self.rows,) * n, last),), None)
+def one_batch(purpose: str, seqs: int, rows: int, start: int) -> Pass:
+    """A pass of one batch of `seqs` sequences, each with `rows` rows from position `start` on. Logits are wanted of
+    each sequence's last row."""
+    last = tuple(range(rows - 1, seqs * rows, rows))
+    return Pass(purpose, (Batch(0, tuple(range(seqs)), (start,) * seqs, (rows,) * seqs, last),), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +73,11 @@ class LayerWork:
         self.problem, self.ring_bytes = problem, ring_bytes
         self._first = {layer: i for i, layer in reversed(list(enumerate(problem.spec.layers)))}
 
-    def decode(self) -> PassSize:
+    def decode(self) -> Pass:
         """The decode pass that predictions are of, half-way through the output."""
-        ask = self.problem.ask
-        return PassSize("decode", ask.batch, 1, ask.prompt_tokens + ask.output_tokens // 2)
+        return one_batch("decode", self.problem.ask.batch, 1, self.problem.half_way)
 
-    def chunks(self, chunk_rows: int) -> Iterator[tuple[PassSize, int]]:
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[Pass, int]]:
         """(pass, how often it comes) of reading the prompts in chunks of `chunk_rows` rows. As in `passes.prompts`, the
         prompts of a batch share passes."""
         ask = self.problem.ask
@@ -99,9 +85,9 @@ class LayerWork:
         for rows, count in ((chunk_rows, whole), (last, int(last > 0))):
             if count:
                 seqs = max(1, rows // ask.prompt_tokens)
-                yield PassSize("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
+                yield one_batch("prefill", seqs, rows // seqs, max(0, (ask.prompt_tokens - rows) // 2)), count
 
-    def ffn(self, layer: Layer, step: PassSize, shares: Shares) -> FfnBlock:
+    def ffn(self, layer: Layer, step: Pass, shares: Shares) -> FfnBlock:
         """The FFN of a layer in a pass. Its lifts run ahead while the device computes the rest of the layer."""
         block, cost, kind = self._learned(layer, step, shares).block, self.problem.cost, self.problem.weights.kind
         away = (1 - shares.attention) * self._part(layer, "attn").nbytes if shares.attends else 0.0
@@ -109,7 +95,11 @@ class LayerWork:
         ring_s = cost.least_s(GPU.to_device, "lift", kind, 1, self.ring_bytes)
         return replace(block, lanes=replace(block.lanes, ring_s=ring_s, link_also_s=block.lanes.link_also_s + lift_s))
 
-    def prompt_s(self, layer: Layer, step: PassSize, shares: Shares, r_cg: float) -> Callable[[int], float]:
+    def best_r_cg(self, layer: Layer, shares: Shares) -> float:
+        """The best r_CG of a layer for decode (ScheInfer Eq. 13)."""
+        return best_r_cg(self.ffn(layer, self.decode(), shares), shares.ffn)[0]
+
+    def prompt_s(self, layer: Layer, step: Pass, shares: Shares, r_cg: float) -> Callable[[int], float]:
         """n_g → the layer's period in seconds in a chunk of a prompt, where the device computes n_g of the chunk's
         tokens with the CPU's weights (ScheInfer Eq. 15).
 
@@ -138,7 +128,7 @@ class LayerWork:
         away += (1 - shares.attention) * self._part(layer, "attn").nbytes
         return self.problem.cost.least_s(DISK.reads, "load", self.problem.weights.kind, 1, shares.disk * away)
 
-    def ends_s(self, step: PassSize, head_stays: bool) -> float:
+    def ends_s(self, step: Pass, head_stays: bool) -> float:
         """Seconds of a pass outside all layers: the head, and the pause before the next pass. `head_stays`: the head is
         at home on the device. Otherwise it crosses the link, while the device computes."""
         problem, cost = self.problem, self.problem.cost
@@ -148,14 +138,10 @@ class LayerWork:
             seconds = max(seconds, lift_s)
         return seconds + cost.between_passes_s
 
-    def head_s(self, stays: bool) -> float:
-        """`ends_s` of the decode passes of a whole answer."""
-        return self.problem.ask.output_tokens * self.ends_s(self.decode(), stays)
-
     def _part(self, layer: Layer, kind: str) -> Part:
         return self.problem.parts[f"{self._first[layer]}.{kind}"]
 
-    def _learned(self, layer: Layer, step: PassSize, shares: Shares) -> LayerLines:
+    def _learned(self, layer: Layer, step: Pass, shares: Shares) -> LayerLines:
         homes = Shares(attends=shares.attends, kv_away=shares.kv_away, delegates=shares.delegates)
         return self.problem.learned((layer, step, homes), lambda: _learn(self.problem, layer, step, homes))
 
@@ -173,7 +159,7 @@ class _LayerSums(NamedTuple):
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
 
 
-def _learn(problem: Problem, layer: Layer, step: PassSize, homes: Shares) -> LayerLines:
+def _learn(problem: Problem, layer: Layer, step: Pass, homes: Shares) -> LayerLines:
     """Learns a layer's seconds by lowering one such layer, and two. Of `homes` only who attends, and where KV is, count
     here."""
     ffn, cost = layer.ffns[0], problem.cost
@@ -205,7 +191,7 @@ def _learn(problem: Problem, layer: Layer, step: PassSize, homes: Shares) -> Lay
     return LayerLines(block, ends_s)
 
 
-def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, homes: Shares) -> _LayerSums:
+def _sums(problem: Problem, layers: tuple[Layer, ...], step: Pass, homes: Shares) -> _LayerSums:
     """The sums of a pass through these layers. The FFN of each lies in slices GG, CG and CC of one unit each."""
     few = replace(problem, spec=replace(problem.spec, layers=layers))
     attention, kv_home = len(layers) if homes.attends else 0, HOST if homes.kv_away else GPU.executor
@@ -216,7 +202,7 @@ def _sums(problem: Problem, layers: tuple[Layer, ...], step: PassSize, homes: Sh
     plan, cost = skeleton.plan(there), problem.cost
     other_s, tasks_s = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
     slices: dict[tuple[Lane, Tier], tuple[int, float, float]] = {}
-    for task in Lowering(plan).step(step.lowered):
+    for task in Lowering(plan).step(step):
         lane = task.lanes[0]
         tasks_s[lane] += cost.task_s(lane)
         for call in task.calls:
@@ -248,8 +234,7 @@ class Estimate:
         r_CG / (1 - r_GG)."""
         outside, best = 1 - self._r_gg, dict[int, float]()
         for (layer, shares), numbers in self._alike.items() if outside > 0 else ():
-            block = self._work.ffn(layer, self._work.decode(), shares)
-            best |= dict.fromkeys(numbers, min(1.0, best_r_cg(block, self._r_gg)[0] / outside))
+            best |= dict.fromkeys(numbers, min(1.0, self._work.best_r_cg(layer, shares) / outside))
         return tuple(best.get(i, 0.0) for i in range(self._work.problem.layers))
 
     def seconds(self, lifted: tuple[float, ...], prompts: bool) -> float:
@@ -259,7 +244,7 @@ class Estimate:
         prompts_s = sum(count * self.pass_s(step, read) for step, count in self._chunks)
         return prompts_s + self.pass_s(self._work.decode(), lifted) * self._work.problem.ask.output_tokens
 
-    def pass_s(self, step: PassSize, lifted: tuple[float, ...]) -> float:
+    def pass_s(self, step: Pass, lifted: tuple[float, ...]) -> float:
         """Seconds of a pass."""
         total = 0.0
         for (layer, shares), numbers in self._alike.items():

@@ -4,15 +4,18 @@ weights, for each layer and length of a chunk."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count, takewhile
 
+from penstock.graph.tasks import Pass
 from penstock.planner.programs.slicing import best_n_g
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.layer_work import LayerWork, PassSize, Shares
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares, one_batch
 from penstock.spec.model import Layer
-from penstock.spec.places import GPU, HOST
-from penstock.spec.plan import DeviceRows, Plan
+from penstock.spec.places import GPU
+from penstock.spec.plan import DeviceRows, Plan, Unit
 
 Sliced = tuple[Layer, bool, float, float]  # a layer, whether the device attends, and of its FFN r_GG and r_CG
 
@@ -49,12 +52,12 @@ def with_short_prompts(problem: Problem, plan: Plan) -> tuple[Plan, tuple[str, .
     return settled, (f"passes with fewer than {least} rows of prompts leave the CPU's share of FFNs to the CPU",)
 
 
-def best_rows(work: LayerWork, sliced: Sliced, step: PassSize) -> int:
+def best_rows(work: LayerWork, sliced: Sliced, step: Pass) -> int:
     """The best n_g of a pass."""
     return best_n_g(_finish(work, sliced, step), step.total_rows)[0]
 
 
-def _finish(work: LayerWork, sliced: Sliced, step: PassSize) -> Callable[[int], float]:
+def _finish(work: LayerWork, sliced: Sliced, step: Pass) -> Callable[[int], float]:
     """n_g → the layer's period in seconds."""
     layer, attends, r_gg, r_cg = sliced
     return work.prompt_s(layer, step, Shares(r_gg, attends=attends), r_cg)
@@ -62,20 +65,18 @@ def _finish(work: LayerWork, sliced: Sliced, step: PassSize) -> Callable[[int], 
 
 def _sliced(problem: Problem, plan: Plan) -> Iterator[tuple[int, Sliced]]:
     """(layer, how its FFN is sliced) of layers whose rows can be shared."""
-    ffns, there = {part.key: [0, 0, True] for part in problem.of_kind("ffn")}, set[str]()
+    by_part: dict[str, list[Unit]] = {}
     for unit in plan.units:
-        counts = ffns.get(unit.part)
-        if counts is None:
-            continue
-        counts[0] += (unit.hi - unit.lo) * (unit.home == GPU.executor)
-        counts[1] += (unit.hi - unit.lo) * (unit.home != unit.decode == GPU.executor)
-        counts[2] = counts[2] and unit.prefill == GPU.executor and (unit.decode == GPU.executor or unit.home == HOST)
-        there |= {unit.part} if unit.decode == HOST else set()
+        by_part.setdefault(unit.part, []).append(unit)
     attends = {i for home in plan.kv if home.attend == GPU.executor for i in range(*home.layers)}
-    for key, (there_granules, lifted, may) in ffns.items():
-        part = problem.parts[key]
-        if may and key in there:
-            shares = there_granules / part.granules, lifted / part.granules
+    for part in problem.of_kind("ffn"):
+        granules: Counter[str] = Counter()
+        for unit in by_part[part.key]:
+            granules[unit.placement] += unit.hi - unit.lo
+        in_prefill = {unit.prefill for unit in by_part[part.key]}
+        if granules["CC"] and in_prefill == {GPU.executor} and not granules["DC"]:
+            lifted = granules["CG"] + granules["DG"]
+            shares = granules["GG"] / part.granules, lifted / part.granules
             yield part.layer, (problem.spec.layers[part.layer], part.layer in attends, *shares)
 
 
@@ -84,8 +85,8 @@ def _table(work: LayerWork, sliced: Sliced, chunk_rows: int, share: bool) -> Ite
     best take any, each twice the one before, up to whole chunks. Without `share` the least length alone at which it is
     faster with all rows than with none."""
 
-    def step(rows: int) -> PassSize:
-        return PassSize("prefill", 1, rows, max(0, (work.problem.ask.prompt_tokens - rows) // 2))
+    def step(rows: int) -> Pass:
+        return one_batch("prefill", 1, rows, max(0, (work.problem.ask.prompt_tokens - rows) // 2))
 
     def takes_any(rows: int) -> bool:
         if share:
@@ -99,8 +100,6 @@ def _table(work: LayerWork, sliced: Sliced, chunk_rows: int, share: bool) -> Ite
     if not share:
         yield least, 0
         return
-    rows = least
-    while rows < chunk_rows:
+    doubled = takewhile(lambda rows: rows < chunk_rows, (least << power for power in count()))
+    for rows in (*doubled, chunk_rows):
         yield rows, rows - max(1, best_rows(work, sliced, step(rows)))
-        rows *= 2
-    yield chunk_rows, chunk_rows - max(1, best_rows(work, sliced, step(chunk_rows)))

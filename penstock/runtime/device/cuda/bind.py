@@ -42,7 +42,7 @@ class TorchBinding:
         # The host's disks do the loading. Units that are asked for and formats of quantised folders, which alone have
         # orders, are the CPU's. So is the cache that fresh rows are appended to.
         others = ("load", "fetch", "pick", "recall", "fire", "order", "append")
-        self._predictors = {each.layer: self._layout.predictor_part(each) for each in plan.predictors}
+        self._predictors = {each.layer: each.part(plan.target.spec) for each in plan.predictors}
         self._ops: dict[str, Callable[[Call, Any], None]]
         self._ops = {name: getattr(self, f"_{name}") for name in ops.OPS if name not in others}
         self._views: dict[Slot, Tensor] = {}
