@@ -22,11 +22,11 @@ from torch import Tensor
 
 from penstock.graph import scratch_gpu
 from penstock.kernels.gpu import attention, dense
-from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.cache import TensorKv
 from penstock.kernels.gpu.choose import Kernels, choose
-from penstock.kernels.gpu.memory import Scratch
+from penstock.kernels.gpu.memory import TensorScratch
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.parts import Part, parts
 from penstock.store.quantize import encode, encode_rows
 from penstock.units import MIB, format_rate, format_seconds
@@ -46,8 +46,8 @@ Clock = Callable[[Callable[[], object]], list[float]]
 
 def llama_8b() -> ModelSpec:
     a = Attention(32, 8, 128, 128**-0.5, rope=Rope(5e5, 128))
-    layer = Layer(a, Ffn(14336, "silu", True))
-    return ModelSpec("llama", "bfloat16", 128256, 4096, 4096, 131072, (layer,) * 32, Norm("rms", 1e-5), True, False)
+    layer = Layer(a, FfnSpec(14336, "silu", True))
+    return ModelSpec("llama", "bfloat16", 128256, 4096, 4096, 131072, (layer,) * 32, NormSpec("rms", 1e-5), True, False)
 
 
 def graph_clock(call: Callable[[], object]) -> list[float]:
@@ -179,7 +179,7 @@ class Bench:
     def neurons(self, name: str) -> None:
         """One row through an FFN of ReLUs without a gate that lies neuron by neuron, of which shares do not fire: its
         time over that of the same numbers in tiles, all computed (PowerInfer, Figure 16)."""
-        ffn = Ffn(16384, "relu", False, True)
+        ffn = FfnSpec(16384, "relu", False, True)
         spec = replace(self.spec, layers=(replace(self.spec.layers[0], ffn=ffn),))
         h, _, partial = self.activations(1)
 
@@ -210,8 +210,8 @@ class Bench:
     def a(self) -> Attention:
         return self.spec.layers[0].attention
 
-    def scratch(self) -> Scratch:
-        return Scratch(self.memory)
+    def scratch(self) -> TensorScratch:
+        return TensorScratch(self.memory)
 
     def part(self, fmt: Format, key: str) -> Part:
         return next(part for part in parts(self.spec, fmt) if part.key == key)
@@ -255,13 +255,13 @@ class Bench:
         attention.turns(positions, torch.linspace(1, 1e-4, half, device=self.device), 1.0, *found)
         return found
 
-    def pool(self, fmt: Format, pages: int) -> KvPool:
+    def pool(self, fmt: Format, pages: int) -> TensorKv:
         a = self.a
         shape = (pages, a.kv_heads, 64 * fmt.kv_bytes(a.head_dim))
         # 0x2c2c: 0.0652 in float16, small in bfloat16, and codes, scales and minimums of that size.
         blocks = torch.full(shape, 0x2C, dtype=torch.uint8, device=self.device)
         table = torch.arange(pages, dtype=torch.int32, device=self.device)[None]
-        return KvPool(blocks, 64, a.head_dim, fmt, table)
+        return TensorKv(blocks, 64, a.head_dim, fmt, table)
 
     def qkv_call(self, part: Part, h: Tensor, q: Tensor, rows: int) -> Callable[[Tensor], None]:
         keys, values = (self.pool(parse_format("bfloat16"), 2) for _ in range(2))

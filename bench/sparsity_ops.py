@@ -15,7 +15,7 @@ from bench.sparsity_peers import milliseconds
 from penstock import _native
 from penstock.kernels import cpu
 from penstock.spec.format import parse_format
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.spec.parts import Part, parts
 from penstock.store.quantize import encode, encode_rows
 
@@ -50,9 +50,9 @@ class Operator:
 
     def __init__(self, name: str, threads: int) -> None:
         self._compute = _native.Compute(cpu.best_isa()[0], threads)
-        self._ffn = Ffn(SIZE, "relu", False, True, False)
+        self._ffn = FfnSpec(SIZE, "relu", False, True, False)
         layer = Layer(Attention(1, 1, 64, 1.0), self._ffn)
-        spec = ModelSpec("opt", "float32", 64, SIZE, SIZE, 64, (layer,), Norm("layer", 1e-5), True, True)
+        spec = ModelSpec("opt", "float32", 64, SIZE, SIZE, 64, (layer,), NormSpec("layer", 1e-5), True, True)
         self._part = next(p for p in parts(spec, parse_format(f"{name}-neurons")) if p.kind == "ffn")
         self._tiled = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
         self._rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.profiling import read
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.model import Ffn, ModelSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.part_keys import parts_by_key
 from penstock.spec.parts import Part
 from penstock.spec.predictors import RANK_STEP, LayerPredictor, Predictors, part_of
@@ -132,7 +132,7 @@ def _biases(scores: Array, others: Array, quantiles: Array, active: float) -> Ar
 
 
 def _neurons(spec: ModelSpec) -> int:
-    neurons = {layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)}
+    neurons = {layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, FfnSpec)}
     assert len(neurons) == 1, "layers are alike"
     return neurons.pop()
 

@@ -25,7 +25,7 @@ from penstock.kernels.gpu import (
 )
 from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import parse_format
-from penstock.spec.model import Ffn, Routed, Router
+from penstock.spec.model import FfnSpec, Routed, Router
 from tests.expert_cases import ExpertCase
 from tests.kernel_cases import FIXED, Case, with_relu
 
@@ -46,13 +46,14 @@ class Compiled(Case):
 
     def head(self) -> None:
         from penstock.kernels.gpu import dense as gpu
-        from penstock.kernels.gpu.memory import Scratch
+        from penstock.kernels.gpu.memory import TensorScratch
 
         part = self.parts["embed"]
         logits, best = torch.zeros(1, self.spec.vocab), torch.zeros(1)
         gpu.head(
             self.on_device["embed"], part, 0, torch.zeros(1, self.spec.d_embed), 0.0, logits, best,
-            torch.zeros(1, dtype=torch.int32), True, self.kernels, Scratch(torch.empty(1 << 24, dtype=torch.uint8)),
+            torch.zeros(1, dtype=torch.int32), True, self.kernels,
+            TensorScratch(torch.empty(1 << 24, dtype=torch.uint8)),
         )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ class CompiledExperts(ExpertCase):
 
 def experts_like(weights: str) -> tuple[Any, ...]:
     """A layer with experts in this format, else as Qwen3-30B-A3B's with fewer and narrower experts."""
-    return Routed(16, 8, Ffn(192, "silu", True), Router("softmax", True)), 256, 2, weights
+    return Routed(16, 8, FfnSpec(192, "silu", True), Router("softmax", True)), 256, 2, weights
 
 
 class Launcher:
@@ -132,11 +133,14 @@ def main(target: str, cases: list[int]) -> None:
             by_neurons = parse_format(f"{weights}-neurons")
             Compiled(with_relu(spec), by_neurons, parse_format(kv), batch, kernels, torch.device("cpu"), 0).ffn()
     from penstock.kernels.gpu import product
-    from penstock.kernels.gpu.memory import Scratch
+    from penstock.kernels.gpu.memory import TensorScratch
     from penstock.spec.parts import Block
 
     # A sum that is split, as FFNs of narrow models are.
-    block, scratch = Block("down", 64, 64, parse_format("int4"), 0), Scratch(torch.empty(1 << 20, dtype=torch.uint8))
+    block, scratch = (
+        Block("down", 64, 64, parse_format("int4"), 0),
+        TensorScratch(torch.empty(1 << 20, dtype=torch.uint8)),
+    )
     product.add_up(
         torch.empty(1, 20 * 64), torch.empty(20, 4096, dtype=torch.uint8), block, torch.empty(1, 64), True,
         Kernels(triton=True), scratch,

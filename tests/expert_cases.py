@@ -16,7 +16,7 @@ from penstock.graph import ops, scratch_gpu
 from penstock.kernels.reference import dense, experts
 from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import parse_format
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Routed, Router
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Routed, Router
 from penstock.spec.parts import parts
 from tests.kernel_cases import NOTHING, granules_of
 
@@ -24,18 +24,18 @@ from tests.kernel_cases import NOTHING, granules_of
 # has more slots than a launch, more groups than are kept, a bias that decides, and experts that nobody wants.
 FIXED = [
     (
-        Routed(7, 3, Ffn(72, "silu", True), Router("softmax", True), Ffn(64, "silu", True), shared_gate=True),
+        Routed(7, 3, FfnSpec(72, "silu", True), Router("softmax", True), FfnSpec(64, "silu", True), shared_gate=True),
         40, 5, "int4",
     ),
-    (Routed(12, 2, Ffn(20, "silu", True), Router("sigmoid", True, True, 4, 2, 2.5)), 33, 3, "bfloat16"),
-    (Routed(5, 1, Ffn(64, "relu", False, True), Router("softmax", False)), 24, 2, "int8-g8"),
+    (Routed(12, 2, FfnSpec(20, "silu", True), Router("sigmoid", True, True, 4, 2, 2.5)), 33, 3, "bfloat16"),
+    (Routed(5, 1, FfnSpec(64, "relu", False, True), Router("softmax", False)), 24, 2, "int8-g8"),
     (
         Routed(
-            9, 4, Ffn(40, "swiglu_clamped", True, True, True), Router("softmax", True, bias=True, bias_scored=True)
+            9, 4, FfnSpec(40, "swiglu_clamped", True, True, True), Router("softmax", True, bias=True, bias_scored=True)
         ),
         70, 7, "int4",
     ),
-    (Routed(3, 3, Ffn(9, "gelu_tanh", True), Router("softmax", False, groups=1, scale=0.5)), 17, 18, "float16"),
+    (Routed(3, 3, FfnSpec(9, "gelu_tanh", True), Router("softmax", False, groups=1, scale=0.5)), 17, 18, "float16"),
 ]  # fmt: skip
 
 
@@ -54,7 +54,7 @@ class ExpertCase:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.layer, self.norm = Layer(Attention(1, 1, 4, 0.5), self.routed), Norm("rms", 1e-5)
+        self.layer, self.norm = Layer(Attention(1, 1, 4, 0.5), self.routed), NormSpec("rms", 1e-5)
         spec = ModelSpec("llama", "float32", 20, self.d, self.d, 64, (self.layer,), self.norm, True, True)
         self.parts = {part.kind: part for part in parts(spec, parse_format(self.weights))}
         self.h = self.rng.normal(size=(self.rows, self.d)).astype(np.float32)
@@ -65,7 +65,9 @@ class ExpertCase:
     def scratch(self, nbytes: int) -> Any:
         from penstock.kernels.gpu import memory
 
-        return memory.Scratch(torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device))  # NaN in any float
+        return memory.TensorScratch(
+            torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
+        )  # NaN in any float
 
     def answer(self) -> tuple[experts.Routes, Any]:
         """An answer in which nothing is written yet, for the reference and on the device."""

@@ -19,7 +19,7 @@ from penstock.kernels import rope
 from penstock.kernels.reference import attention, cache, dense
 from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import Format
-from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import ACTIVATIONS, Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.parts import Part, parts
 from penstock.store.quantize import encode, encode_rows
 
@@ -48,9 +48,9 @@ def layers(draw: st.DrawFn) -> ModelSpec:
     )  # fmt: skip
     gated = draw(flag)
     activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
-    ffn = Ffn(draw(st.sampled_from([5, 64, 100])), activation, gated, draw(flag), draw(flag))
+    ffn = FfnSpec(draw(st.sampled_from([5, 64, 100])), activation, gated, draw(flag), draw(flag))
     layer = Layer(a, ffn, draw(flag), draw(flag), draw(flag))
-    norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
+    norm = NormSpec(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
     d = draw(st.sampled_from([1, 7, 40, 70]))
     d_embed = draw(st.sampled_from([d, d, 24]))
     return ModelSpec(
@@ -69,8 +69,10 @@ def _fixed(
         kv_heads * group, kv_heads, head_dim, head_dim**-0.5, 0.0, window, not flags, not flags, flags, turn,
         sinks=not flags,
     )  # fmt: skip
-    layer = Layer(a, Ffn(neurons, "silu" if gated else "gelu", gated, not flags, not flags), True, flags, not flags)
-    return ModelSpec("llama", "float32", 150, d, d, 4096, (layer,), Norm(norm, 1e-5), True, flags, logit_softcap=2.0)
+    layer = Layer(a, FfnSpec(neurons, "silu" if gated else "gelu", gated, not flags, not flags), True, flags, not flags)
+    return ModelSpec(
+        "llama", "float32", 150, d, d, 4096, (layer,), NormSpec(norm, 1e-5), True, flags, logit_softcap=2.0
+    )
 
 
 def _together(spec: ModelSpec) -> ModelSpec:
@@ -180,7 +182,9 @@ class Case:
     def scratch(self, nbytes: int) -> Any:
         from penstock.kernels.gpu import memory
 
-        return memory.Scratch(torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device))  # NaN in any float
+        return memory.TensorScratch(
+            torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
+        )  # NaN in any float
 
     def fill_pool(self) -> np.ndarray:
         """uint8 [pages, K, bytes]: numbers around 1, what no row should see included."""
@@ -194,10 +198,10 @@ class Case:
         return blocks
 
     def pool_pair(self, which: int) -> tuple[cache.KvPool, Any]:
-        from penstock.kernels.gpu.cache import KvPool
+        from penstock.kernels.gpu.cache import TensorKv
 
         e, blocks = self.layer.attention.head_dim, self.pools[which]
-        ours = KvPool(self.put(blocks), self.page_tokens, e, self.kv, self.put(self.table))
+        ours = TensorKv(self.put(blocks), self.page_tokens, e, self.kv, self.put(self.table))
         return cache.KvPool(blocks.copy(), self.page_tokens, e, self.kv), ours
 
     def units(self, part: Part) -> list[tuple[int, int]]:

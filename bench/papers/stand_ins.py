@@ -20,7 +20,7 @@ from pathlib import Path
 
 from penstock.serve.planning import describe
 from penstock.spec.machine import MachineSpec
-from penstock.spec.model import Ffn, Layer, ModelSpec, Routed
+from penstock.spec.model import FfnSpec, Layer, ModelSpec, Routed
 from penstock.spec.parts import GRANULE_ROWS
 from penstock.spec.places import CPU, GPU
 
@@ -38,10 +38,10 @@ def dense(spec: ModelSpec, rows: int) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, ffn=_wide(layer, rows)) for layer in spec.layers), cannot_run="")
 
 
-def _wide(layer: Layer, rows: int) -> Ffn:
+def _wide(layer: Layer, rows: int) -> FfnSpec:
     routed = layer.routed
     if routed is None:
-        assert isinstance(layer.ffn, Ffn)
+        assert isinstance(layer.ffn, FfnSpec)
         return layer.ffn
     experts = wanted(routed, rows) if rows else routed.experts
     neurons = round(experts * routed.expert.neurons / GRANULE_ROWS) * GRANULE_ROWS + shared_neurons(routed)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from penstock import _native
 from penstock.graph.records import Records
 from penstock.spec.format import Format
-from penstock.spec.model import Attention, Ffn, Norm, Routed
+from penstock.spec.model import Attention, FfnSpec, NormSpec, Routed
 from penstock.spec.parts import Block, Part
 
 ISAS = ("avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "portable")  # the fastest of a processor first
@@ -73,14 +73,14 @@ def _offset(part: Part, name: str) -> int:
     return part.block(name).offset if part.has(name) else 0
 
 
-def ffn_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
+def ffn_shape(part: Part, ffn: FfnSpec) -> _native.FfnShape:
     gate = matrix(part.block("gate")) if part.has("gate") else None
     up, down = matrix(part.block("up")), matrix(part.block("down"))
     gate_bias, up_bias = _offset(part, "gate_bias"), _offset(part, "up_bias")
     return _native.FfnShape(gate, up, down, ffn.activation, gate_bias, up_bias)
 
 
-def kept_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
+def kept_shape(part: Part, ffn: FfnSpec) -> _native.FfnShape:
     """An FFN of which only what is activated lies in a granule (`graph.records`)."""
     records = Records.of(part)
 
@@ -93,7 +93,7 @@ def kept_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
     return _native.FfnShape(gate, up, down, ffn.activation, *biases)
 
 
-def picked_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
+def picked_shape(part: Part, ffn: FfnSpec) -> _native.FfnShape:
     """An FFN of which only the pages with records lie in a granule (`graph.records`). Its biases were added already."""
     first = Records.of(part).first
     moved = {
@@ -103,7 +103,7 @@ def picked_shape(part: Part, ffn: Ffn) -> _native.FfnShape:
     return _native.FfnShape(gate, matrix(moved["up"]), matrix(moved["down"]), ffn.activation, 0, 0)
 
 
-def qkv_shape(part: Part, a: Attention, norm: Norm) -> _native.QkvShape:
+def qkv_shape(part: Part, a: Attention, norm: NormSpec) -> _native.QkvShape:
     q, k, v = (matrix(part.block(name)) for name in ("q", "k", "v"))
     q_bias, k_bias, v_bias = (_offset(part, name) for name in ("q_bias", "k_bias", "v_bias"))
     return _native.QkvShape(
@@ -126,7 +126,7 @@ def attention_shape(a: Attention, lo: int, hi: int) -> _native.AttentionShape:
     return _native.AttentionShape(a.heads, a.kv_heads, a.head_dim, lo, hi, a.scale, a.softcap, a.window)
 
 
-def norm(shape: Norm | None, part: Part, name: str, address: int) -> _native.Norm:
+def norm(shape: NormSpec | None, part: Part, name: str, address: int) -> _native.Norm:
     """The norm `name` of a part whose granule lies at `address`. `shape` None: no norm, x itself."""
     if shape is None:
         return _native.Norm("none", 0.0, 0.0, 0, 0)

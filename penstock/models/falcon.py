@@ -7,7 +7,7 @@ from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
 from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count, widths
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, rope_of
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 
 _LAYER = "transformer.h.{}."
 _QKV = _LAYER + "self_attention.query_key_value."
@@ -52,7 +52,7 @@ def spec(config: Config) -> ModelSpec:
             out_bias=bias,
             rope=rope_of(config, LLAMA_RULES, head_dim, max_positions, ""),
         ),
-        ffn=Ffn(
+        ffn=FfnSpec(
             neurons=config.optional_whole("ffn_hidden_size", None, hi=MAX_WIDTH) or 4 * d_model,
             activation=config.activation("activation", "gelu"),
             gated=False,
@@ -69,7 +69,7 @@ def spec(config: Config) -> ModelSpec:
         d_embed=d_model,
         max_positions=max_positions,
         layers=(layer,) * layer_count(config),
-        norm=Norm("layer", config.real("layer_norm_epsilon", 1e-5, lo=0.0, hi=1.0)),
+        norm=NormSpec("layer", config.real("layer_norm_epsilon", 1e-5, lo=0.0, hi=1.0)),
         final_norm=True,
         tied=config.flag("tie_word_embeddings", True),
         tokenizer_bytes=TOKENIZER_BYTES_PER_ENTRY * vocab,

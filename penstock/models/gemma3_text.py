@@ -55,7 +55,7 @@ def spec(config: Config, model_type: str = "gemma3_text") -> ModelSpec:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    # Norms of heads are kept with their 1 added: `spec.model.Norm.offset` is that of the other norms alone.
+    # Norms of heads are kept with their 1 added: `spec.model.NormSpec.offset` is that of the other norms alone.
     sources = sources_of(spec, NORMED_OUT_NAMES, END_NAMES)
     return {key: s._replace(added=-spec.norm.offset) if key[1] in _HEAD_NORMS else s for key, s in sources.items()}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from penstock.models.hf.config import MAX_VOCAB, MAX_WIDTH, Config
 from penstock.models.hf.decoder import TOKENIZER_BYTES_PER_ENTRY, layer_count, widths
 from penstock.models.hf.names import TensorSource, sources_of
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 
 # The default of torch.nn.LayerNorm. No OPT config names it.
 _EPS = 1e-5
@@ -64,7 +64,7 @@ def spec(config: Config) -> ModelSpec:
             qkv_bias=bias,
             out_bias=bias,
         ),
-        ffn=Ffn(
+        ffn=FfnSpec(
             neurons=config.whole("ffn_dim", hi=MAX_WIDTH),
             activation=config.activation("activation_function", "relu"),
             gated=False,
@@ -82,7 +82,7 @@ def spec(config: Config) -> ModelSpec:
         d_embed=config.optional_whole("word_embed_proj_dim", None, hi=MAX_WIDTH) or d_model,
         max_positions=max_positions,
         layers=(layer,) * layer_count(config),
-        norm=Norm("layer", _EPS, affine=config.flag("layer_norm_elementwise_affine", True)),
+        norm=NormSpec("layer", _EPS, affine=config.flag("layer_norm_elementwise_affine", True)),
         final_norm=norm_first and not config.flag("_remove_final_layer_norm", False),
         tied=config.flag("tie_word_embeddings", True),
         position_rows=max_positions + _POSITION_OFFSET,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from penstock.graph.records import Records
 from penstock.kernels.reference.dense import activate
 from penstock.kernels.reference.matrix import Scratch, multiply, vector
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Part
 
 Bytes = NDArray[np.uint8]
@@ -28,7 +28,7 @@ def whole(kept: Bytes, picked: Bytes, fires: NDArray[np.bool_], part: Part) -> B
     return granules
 
 
-def fire(kept: Bytes, part: Part, shape: Ffn, h: Float32, values: Float32, scratch: Scratch) -> None:
+def fire(kept: Bytes, part: Part, shape: FfnSpec, h: Float32, values: Float32, scratch: Scratch) -> None:
     """values [n, T, 64] = act(gate h), or act(up h), of each granule. `kept`: uint8 [n, kept_bytes]."""
     none = np.zeros((len(kept), part.granule_rows), np.bool_)
     granules = whole(kept, np.zeros((len(kept), Records.of(part).page_bytes), np.uint8), none, part)

@@ -27,7 +27,7 @@ from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.fit import GOOD_R2, Fit, Points, Tell, fit, fit_well, middle, steady, straight
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
@@ -267,9 +267,9 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
     kv_heads, head_dim = 8, HEAD_DIM
     heads = 4 * kv_heads if width == _KV_WIDTH else width // head_dim
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=Rope(1e4, head_dim))
-    layer = Layer(attention, Ffn(width if width == _KV_WIDTH else _NEURONS, "silu", True))
+    layer = Layer(attention, FfnSpec(width if width == _KV_WIDTH else _NEURONS, "silu", True))
     spec = ModelSpec(
-        "llama", "float32", _VOCAB, width, width, _CONTEXT, (layer,) * layers, Norm("rms", 1e-5), True, True
+        "llama", "float32", _VOCAB, width, width, _CONTEXT, (layer,) * layers, NormSpec("rms", 1e-5), True, True
     )
     whole = resident_plan(
         spec, weights, kv=kv, context=_CONTEXT, rows=_MANY_ROWS[-1], logits_rows=_LOGITS_ROWS, page_tokens=256

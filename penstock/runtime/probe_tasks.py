@@ -26,7 +26,7 @@ from penstock.runtime.execute import Executor
 from penstock.runtime.movers import DiskLoad, FileRange
 from penstock.spec.format import Format
 from penstock.spec.machine import Rate
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.places import CPU, DISK, HOST
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
@@ -143,8 +143,8 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
 
 
 def _spec() -> ModelSpec:
-    layer = Layer(Attention(8, _HEADS, 32, 32**-0.5, rope=Rope(1e4, 32)), Ffn(64 * _GRANULES, "silu", gated=True))
-    norm = Norm("rms", 1e-5)
+    layer = Layer(Attention(8, _HEADS, 32, 32**-0.5, rope=Rope(1e4, 32)), FfnSpec(64 * _GRANULES, "silu", gated=True))
+    norm = NormSpec("rms", 1e-5)
     return ModelSpec("llama", "float32", 1024, 256, 256, 512, (layer,) * _LAYERS, norm, True, True)
 
 

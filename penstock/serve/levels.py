@@ -18,7 +18,7 @@ from penstock.runtime.activations import activations
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
 from penstock.serve.profiling import Fired, read
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.profile import FIRED_TOGETHER, LayerLevel, Profile
 
 RUN_TOKENS = FIRED_TOGETHER[-1]
@@ -75,7 +75,7 @@ def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> l
 def _level(engine: Engine, layer: int, h: Float32, below: float) -> LayerLevel:
     packed = engine.packed
     part, ffn = packed.parts[f"{layer}.ffn"], packed.spec.layers[layer].ffn
-    assert isinstance(ffn, Ffn)
+    assert isinstance(ffn, FfnSpec)
     sizes = np.empty((len(h), part.rows), np.float32)
     for g in range(part.granules):
         lo, n = g * part.granule_rows, part.rows_of(g, g + 1)

@@ -15,7 +15,7 @@ from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.profile import FIRED_TOGETHER, Counting, FiringCounts, Profile
 
 WINDOW_TOKENS = 512
@@ -110,7 +110,7 @@ class Fired:
 
 
 def _neurons(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> tuple[FiringCounts, ...]:
-    layers = [Fired(layer.ffn.neurons) for layer in engine.packed.spec.layers if isinstance(layer.ffn, Ffn)]
+    layers = [Fired(layer.ffn.neurons) for layer in engine.packed.spec.layers if isinstance(layer.ffn, FfnSpec)]
     with engine.session.hearing.neurons(lambda layer, _, fired: layers[layer].rows(fired)):
         for _ in read(engine, ids, on_progress):
             pass

@@ -44,7 +44,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormSpec:
     """`kind`: "rms" or "layer". `offset` is added to the weight, since gemma stores weight - 1. `affine`: there is a
     weight (and for "layer" a bias)."""
 
@@ -84,7 +84,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Ffn:
+class FfnSpec:
     """A feed-forward block: down(act(gate x) * (up x)) where `gated`, else down(act(up x)).
 
     With `swiglu_clamped` (gpt-oss) a gate g above 7 counts as 7, an up u beyond ± 7 as ± 7, and the block is
@@ -144,9 +144,9 @@ class Routed:
 
     experts: int
     active: int
-    expert: Ffn
+    expert: FfnSpec
     router: Router
-    shared: Ffn | None = None
+    shared: FfnSpec | None = None
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class Layer:
     """
 
     attention: Attention
-    ffn: Ffn | Routed
+    ffn: FfnSpec | Routed
     norm_in: bool = True
     norm_out: bool = False
     norm_after: bool = False
@@ -205,9 +205,9 @@ class Layer:
         return self.ffn.active if isinstance(self.ffn, Routed) else 0
 
     @property
-    def ffns(self) -> tuple[Ffn, ...]:
+    def ffns(self) -> tuple[FfnSpec, ...]:
         """The dense FFN; or the FFN of an expert, and the shared FFN if there is one."""
-        if isinstance(self.ffn, Ffn):
+        if isinstance(self.ffn, FfnSpec):
             return (self.ffn,)
         return (self.ffn.expert,) if self.ffn.shared is None else (self.ffn.expert, self.ffn.shared)
 
@@ -233,7 +233,7 @@ class ModelSpec:
     d_embed: int
     max_positions: int
     layers: tuple[Layer, ...]
-    norm: Norm
+    norm: NormSpec
     final_norm: bool
     tied: bool
     embed_scale: float = 1.0
@@ -251,14 +251,14 @@ class ModelSpec:
     @property
     def fires(self) -> bool:
         """Whether neurons of its FFNs fire or not: their activation is a ReLU, which gives zeros."""
-        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation in RELUS for layer in self.layers)
+        return all(isinstance(layer.ffn, FfnSpec) and layer.ffn.activation in RELUS for layer in self.layers)
 
     @property
     def has_levels(self) -> bool:
         """Whether small activations of its FFNs may be taken for zeros: they are dense, and none has a ReLU. No dense
         model has `swiglu_clamped`, and no kernel of neurons knows it."""
         others = (*RELUS, "swiglu_clamped")
-        return all(isinstance(layer.ffn, Ffn) and layer.ffn.activation not in others for layer in self.layers)
+        return all(isinstance(layer.ffn, FfnSpec) and layer.ffn.activation not in others for layer in self.layers)
 
     def __hash__(self) -> int:
         return self._hash

@@ -37,7 +37,7 @@ from functools import lru_cache
 
 from penstock.errors import BadRequest
 from penstock.spec.format import FLOAT32, Format, Kinds, Share
-from penstock.spec.model import RELUS, Ffn, Layer, ModelSpec, Routed
+from penstock.spec.model import RELUS, FfnSpec, Layer, ModelSpec, Routed
 from penstock.units import round_up
 
 GRANULE_ROWS = 64
@@ -260,14 +260,14 @@ def _attention_part(i: int, layer: Layer, d: int, weights: Format) -> Part:
 
 def _ffn_parts(i: int, layer: Layer, d: int, fmt: Format, base: Format) -> list[Part]:
     """The parts of a layer's FFN: one part; or router, shared expert (if there is one) and experts."""
-    if isinstance(layer.ffn, Ffn):
+    if isinstance(layer.ffn, FfnSpec):
         return [_ffn_part(i, "ffn", layer.ffn, d, fmt)]
     ffn_parts, routed = [_router_part(i, layer.ffn, d, base)], layer.ffn
     ffn_parts += [_ffn_part(i, "shared", routed.shared, d, fmt)] if routed.shared is not None else []
     return [*ffn_parts, _ffn_part(i, "experts", routed.expert, d, fmt, routed.experts)]
 
 
-def ffn_width(f: Ffn, d: int, formats: Mapping[str, Format]) -> int:
+def ffn_width(f: FfnSpec, d: int, formats: Mapping[str, Format]) -> int:
     """Neurons of a granule of an FFN in tiles whose matrices have these formats: as many as cost the fewest bytes, the
     fewest of equals. Where activations are zeros it is 64, for only whole granules can be left out."""
     if f.activation in RELUS:
@@ -281,7 +281,7 @@ def ffn_width(f: Ffn, d: int, formats: Mapping[str, Format]) -> int:
     return min(WIDE_ROWS, key=nbytes)
 
 
-def _ffn_part(i: int, kind: str, f: Ffn, d: int, weights: Format, experts: int = 1) -> Part:
+def _ffn_part(i: int, kind: str, f: FfnSpec, d: int, weights: Format, experts: int = 1) -> Part:
     key = f"{i}.{kind}"
     in_rows = weights.neurons and kind == "ffn"
     n = GRANULE_ROWS if in_rows else ffn_width(f, d, {name: weights.of(key, name) for name in ("gate", "up", "down")})
@@ -327,7 +327,7 @@ def _norms_part(i: int, layer: Layer, model: ModelSpec) -> Part:
     if layer.ordered:
         widths = {"attn": d, "o": a.heads * a.head_dim, "ffn": d}
         shapes += [_vector(f"{which}_order", width) for which, width in widths.items()]
-    if isinstance(layer.ffn, Ffn) and layer.ffn.down_bias:
+    if isinstance(layer.ffn, FfnSpec) and layer.ffn.down_bias:
         shapes.append(_vector("down_bias", d))
     if layer.routed is not None and layer.routed.expert.down_bias:  # expert after expert
         shapes.append(_vector("experts_down_bias", layer.routed.experts * d))

@@ -11,7 +11,7 @@ from itertools import pairwise
 from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.spec.format import Format
-from penstock.spec.model import Ffn, ModelSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.parts import Part, predictor_part
 from penstock.spec.profile import FIRED_TOGETHER, check_name
 
@@ -92,7 +92,7 @@ class Predictors:
 
 def predicted_layers(spec: ModelSpec) -> list[int]:
     """The layers that predictors can be for: those with a dense FFN."""
-    return [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Ffn)]
+    return [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, FfnSpec)]
 
 
 def part_of(spec: ModelSpec, layer: int, rank: int) -> Part:

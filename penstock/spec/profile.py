@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import BadRequest
 from penstock.spec import codec
 from penstock.spec.answers import all_guessable, all_possible
-from penstock.spec.model import Ffn, ModelSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
 MOST_NAME = 1024  # characters of a text's name; file systems allow 255 bytes
@@ -124,7 +124,7 @@ class Profile:
                 raise BadRequest(f"{where} is damaged: its level of layer {each.layer} makes no sense")
 
     def _check_neurons(self, spec: ModelSpec, where: str) -> None:
-        wanted = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)] if spec.fires else []
+        wanted = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, FfnSpec)] if spec.fires else []
         if [(each.layer, each.neurons) for each in self.neurons] != list(enumerate(wanted)):
             raise BadRequest(f"{where} is the profile of another model: its neurons differ")
         for each in self.neurons:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, StorageFailed, UnsupportedModel
 from penstock.models import spec_from_config
 from penstock.spec.format import Format
-from penstock.spec.model import Ffn, ModelSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
 from penstock.store import manifest as manifests
@@ -227,7 +227,7 @@ def orders_of(folder: Path, manifest: Manifest, spec: ModelSpec) -> dict[int, ar
     if not manifest.orders:
         return {}
     where = folder / manifests.FILE
-    neurons = [layer.ffn.neurons if isinstance(layer.ffn, Ffn) else 0 for layer in spec.layers]
+    neurons = [layer.ffn.neurons if isinstance(layer.ffn, FfnSpec) else 0 for layer in spec.layers]
     if not spec.fires or [each.layer for each in manifest.orders] != list(range(len(neurons))):
         raise BrokenModel(f"{where}: its orders of neurons are not those of this model's layers; {AGAIN}")
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.gpu.choose import Kernels
 from penstock.kernels.gpu.experts import _blocks
-from penstock.spec.model import ACTIVATIONS, Ffn, Routed, Router
+from penstock.spec.model import ACTIVATIONS, FfnSpec, Routed, Router
 from tests.expert_cases import FIXED, ExpertCase
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
@@ -62,7 +62,7 @@ def routers(draw: st.DrawFn) -> Routed:
     )  # fmt: skip
     gated = draw(flag)
     activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
-    expert = Ffn(draw(st.sampled_from([1, 40, 64, 70])), activation, gated, draw(flag), draw(flag))
+    expert = FfnSpec(draw(st.sampled_from([1, 40, 64, 70])), activation, gated, draw(flag), draw(flag))
     return Routed(groups * size, draw(st.integers(1, min(4, kept * size))), expert, router)
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from penstock.graph import scratch_gpu
 from penstock.graph.batch import Batch
 from penstock.kernels.gpu import attention, dense, product
-from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.cache import TensorKv
 from penstock.kernels.gpu.choose import Kernels, choose
-from penstock.kernels.gpu.memory import Scratch
+from penstock.kernels.gpu.memory import TensorScratch
 from penstock.kernels.reference import cache, matrix
 from penstock.kernels.reference import dense as reference_dense
 from penstock.kernels.reference.dense import FfnSum
@@ -24,7 +24,7 @@ from penstock.kernels.reference.dense import head as reference_head
 from penstock.serve.fitting import granule_of
 from penstock.spec import predictors
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import Attention, Ffn, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, ModelSpec, NormSpec
 from penstock.spec.parts import Block, Part, _ffn_part, parts, predictor_part
 from penstock.store.quantize import encode, encode_rows
 from tests.cpu.test_predict import random_predictor
@@ -98,7 +98,7 @@ def test_ffns_neuron_by_neuron(spec: ModelSpec, batch: Batch, weights: str, kern
 def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
     """Several granules, some still, and rows that fire different neurons; what does not fire may hold anything."""
     rng = np.random.default_rng(5)
-    ffn = Ffn(100, "relu2", True, True, False)
+    ffn = FfnSpec(100, "relu2", True, True, False)
     part = _ffn_part(0, "ffn", ffn, 40, parse_format(weights))
     packed = np.stack([np.zeros(part.granule_bytes, np.uint8) for _ in range(part.granules)])
     for g, granule in enumerate(packed):
@@ -123,7 +123,7 @@ def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
             weights_of_turn[1, part.block("up").offset : part.block("gate_bias").offset] = 255
         out = torch.full((2, 40), torch.nan)
         room = torch.full((scratch_gpu.ffn_bytes(part, part.granules, 2),), 255, dtype=torch.uint8)
-        dense.ffn(weights_of_turn, part, ffn, h, out, True, FEW, Scratch(room), skips)
+        dense.ffn(weights_of_turn, part, ffn, h, out, True, FEW, TensorScratch(room), skips)
         found.append(out.numpy())
     np.testing.assert_array_equal(*found)
     assert np.isfinite(found[0]).all() and found[0].any()
@@ -135,7 +135,7 @@ def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
 def test_masks_of_neurons(kernels: Kernels, weights: str) -> None:
     """What a row's mask leaves out counts as 0, and its record may hold anything where no row wants it."""
     rng = np.random.default_rng(6)
-    ffn, d, t = Ffn(100, "relu", True, True, False), 64, 3
+    ffn, d, t = FfnSpec(100, "relu", True, True, False), 64, 3
     part = _ffn_part(0, "ffn", ffn, d, parse_format(weights))
     packed = np.zeros((part.granules, part.granule_bytes), np.uint8)
     for g, granule in enumerate(packed):
@@ -163,7 +163,7 @@ def test_masks_of_neurons(kernels: Kernels, weights: str) -> None:
     out = torch.full((t, d), torch.nan)
     scratch = torch.full((scratch_gpu.ffn_bytes(part, part.granules, t),), 255, dtype=torch.uint8)
     dense.ffn(
-        torch.from_numpy(packed), part, ffn, torch.from_numpy(h), out, True, kernels, Scratch(scratch), True,
+        torch.from_numpy(packed), part, ffn, torch.from_numpy(h), out, True, kernels, TensorScratch(scratch), True,
         torch.from_numpy(active),
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-3, atol=1e-3 * float(np.abs(want).max()))
@@ -178,7 +178,7 @@ def test_predictors(kernels: Kernels) -> None:
     want, got = np.zeros((5, 256), np.uint8), torch.full((5, 256), 7, dtype=torch.uint8)
     reference_dense.predict(granule, part, h, want, matrix.Scratch(np.empty(1 << 22, np.uint8)))
     room = torch.full((scratch_gpu.predict_bytes(part, 5),), 255, dtype=torch.uint8)
-    dense.predict(torch.from_numpy(granule), part, torch.from_numpy(h), got, kernels, Scratch(room))
+    dense.predict(torch.from_numpy(granule), part, torch.from_numpy(h), got, kernels, TensorScratch(room))
     assert set(np.unique(got.numpy())) <= {0, 1}
     assert (got.numpy() != want).mean() < 0.01 and 0.05 < want.mean() < 0.95
 
@@ -218,7 +218,7 @@ def test_products(name: str, rows: int) -> None:
         matrix.multiply(
             np.ascontiguousarray(wide[:, g * cols : (g + 1) * cols]), weights[g], block, total, room, add=True
         )
-    scratch = Scratch(torch.full((1 << 20,), 255, dtype=torch.uint8))
+    scratch = TensorScratch(torch.full((1 << 20,), 255, dtype=torch.uint8))
     for kernels in (FEW, MANY, TORCH) if rows <= 3 else (MANY, TORCH) if rows != 7 else (FEW,):
         got, part = torch.full(want.shape, torch.nan), torch.ones(total.shape)
         product.spread(torch.from_numpy(x), on_device, (block,), (got,), kernels, scratch)
@@ -248,7 +248,7 @@ def test_the_cache_gets_the_same_bytes(kernels: Kernels, name: str, head_dim: in
     with np.errstate(all="ignore"):
         for row, at, s in zip(rows, positions.tolist(), sequence.tolist(), strict=True):
             pool.store(int(table[s, at // page]), 1, at % page, row[None])
-    got = KvPool(torch.zeros(want.shape, dtype=torch.uint8), page, head_dim, fmt, torch.from_numpy(table))
+    got = TensorKv(torch.zeros(want.shape, dtype=torch.uint8), page, head_dim, fmt, torch.from_numpy(table))
     where = torch.from_numpy(positions), torch.from_numpy(sequence)
     if kernels.triton:
         a = Attention(2, 2, head_dim, 1.0)
@@ -256,7 +256,7 @@ def test_the_cache_gets_the_same_bytes(kernels: Kernels, name: str, head_dim: in
         weights = torch.zeros((1, 4096), dtype=torch.uint8)
         part = parts(FIXED[0][0], fmt)[0]  # none of its biases is read
         attention._turn_and_store(
-            weights, part, 1, a, Norm("rms", 1e-5), (raw, raw, raw), (raw, raw), None, *where,
+            weights, part, 1, a, NormSpec("rms", 1e-5), (raw, raw, raw), (raw, raw), None, *where,
             torch.empty(t, 2, head_dim), got, got,
         )  # fmt: skip
     else:
@@ -277,7 +277,7 @@ def test_attention_does_not_depend_on_how_rows_are_shared(longest: int) -> None:
     a = spec.layers[0].attention
     q = found.random(found.t, a.heads, a.head_dim)[1]
     keys, values = (found.pool_pair(i)[1] for i in range(2))
-    scratch = Scratch(torch.full((1 << 22,), 255, dtype=torch.uint8))
+    scratch = TensorScratch(torch.full((1 << 22,), 255, dtype=torch.uint8))
     want, got = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
     where = found.positions, found.sequence
     attention.attend(q, keys, values, a, 0, a.kv_heads, *where, want, 1, TORCH, scratch)
@@ -304,7 +304,7 @@ def test_the_first_of_equal_logits_wins_and_nan_stays(kernels: Kernels) -> None:
         )  # fmt: skip
         dense.head(
             torch.from_numpy(weights[lo:hi]), part, lo, torch.from_numpy(h), 0.0, logits, got, got_ids, lo == 0,
-            kernels, Scratch(torch.empty(1 << 20, dtype=torch.uint8)),
+            kernels, TensorScratch(torch.empty(1 << 20, dtype=torch.uint8)),
         )  # fmt: skip
     np.testing.assert_array_equal(got.numpy(), want)
     assert got_ids.tolist()[:2] == ids.tolist()[:2] == [5, 129]

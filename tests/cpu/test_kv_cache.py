@@ -21,7 +21,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.store.quantize import encode
 
 FORMATS = ["int8", "int4", "int8-g32", "int4-g32", "int4-g96", "int4-g1024"]
@@ -39,8 +39,8 @@ def loaded(made: KvPool, n: int) -> np.ndarray:
 
 def spec_of(head_dim: int) -> ModelSpec:
     attention = Attention(1, 1, head_dim, head_dim**-0.5)
-    layer = Layer(attention, Ffn(16, "silu", False))
-    return ModelSpec("llama", "float32", 16, head_dim, head_dim, 4096, (layer,), Norm("rms", 1e-5), True, True)
+    layer = Layer(attention, FfnSpec(16, "silu", False))
+    return ModelSpec("llama", "float32", 16, head_dim, head_dim, 4096, (layer,), NormSpec("rms", 1e-5), True, True)
 
 
 def test_sizes() -> None:

@@ -123,16 +123,16 @@ def test_ffn(isa: str, activation: str, gated: bool, name: str) -> None:
     """Against the reference's ffn over the same granules, biases included; and a small scratch changes no bit."""
     from penstock.kernels.reference import dense
     from penstock.kernels.reference.matrix import Scratch
-    from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+    from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
     from penstock.spec.parts import parts
 
     if activation == "swiglu_clamped" and not gated:
         with pytest.raises(BadRequest, match="without a gate"):
-            Ffn(8, activation, gated)
+            FfnSpec(8, activation, gated)
         return
     d, neurons, t = 72, 172, 5
-    layer = Layer(Attention(2, 2, 36, 1.0), Ffn(neurons, activation, gated, up_bias=True))
-    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
+    layer = Layer(Attention(2, 2, 36, 1.0), FfnSpec(neurons, activation, gated, up_bias=True))
+    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), NormSpec("rms", 1e-5), True, True)
     part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
     rng = np.random.default_rng(1)
     weights = np.zeros((part.granules, part.granule_bytes), np.uint8)
@@ -214,12 +214,12 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
     the sum is the reference's."""
     from penstock.kernels.reference import dense
     from penstock.kernels.reference.matrix import Scratch
-    from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+    from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
     from penstock.spec.parts import parts
 
     d, granules = 520, 11  # 32 tiles and half of one; enough bytes that threads share the work
-    layer = Layer(Attention(2, 2, 260, 1.0), Ffn(64 * granules, "silu", True))
-    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
+    layer = Layer(Attention(2, 2, 260, 1.0), FfnSpec(64 * granules, "silu", True))
+    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), NormSpec("rms", 1e-5), True, True)
     part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
     rng = np.random.default_rng(7)
     weights = np.zeros((granules, part.granule_bytes), np.uint8)

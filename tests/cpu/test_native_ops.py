@@ -31,10 +31,10 @@ from penstock.spec.model import (
     ACTIVATIONS,
     SCORES,
     Attention,
-    Ffn,
+    FfnSpec,
     Layer,
     ModelSpec,
-    Norm,
+    NormSpec,
     Rope,
     Routed,
     Router,
@@ -58,11 +58,11 @@ STEPS = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7, "int8": 2 / 255 +
 
 
 @st.composite
-def ffns(draw: st.DrawFn, most: int) -> Ffn:
+def ffns(draw: st.DrawFn, most: int) -> FfnSpec:
     """Up to so many neurons."""
     gated, flag = draw(st.booleans()), st.booleans()
     activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
-    return Ffn(draw(st.integers(1, most)), activation, gated, draw(flag), draw(flag))
+    return FfnSpec(draw(st.integers(1, most)), activation, gated, draw(flag), draw(flag))
 
 
 @st.composite
@@ -76,7 +76,7 @@ def routed(draw: st.DrawFn) -> Routed:
         draw(st.sampled_from(SCORES)), draw(flag), biased, groups, kept, draw(st.sampled_from([1.0, 2.5])),
         biased and draw(flag),
     )  # fmt: skip
-    shared = Ffn(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
+    shared = FfnSpec(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
     expert = draw(ffns(300))
     active = draw(st.integers(1, kept * of_group))
     return Routed(count, active, expert, router, shared, shared is not None and draw(flag))
@@ -94,12 +94,12 @@ def layers(draw: st.DrawFn) -> ModelSpec:
         draw(st.sampled_from([0, 1, 7, 70])), draw(flag), draw(flag), draw(flag), rope, draw(flag),
         draw(flag),
     )  # fmt: skip
-    ffn: Ffn | Routed = draw(ffns(150))
+    ffn: FfnSpec | Routed = draw(ffns(150))
     if draw(flag):
         ffn = draw(routed())
     layer = Layer(attention, ffn, draw(flag), draw(flag), draw(flag))
     layer = replace(layer, ordered=layer.routed is None and draw(flag))
-    norm = Norm(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
+    norm = NormSpec(draw(st.sampled_from(["rms", "layer"])), 1e-5, draw(st.sampled_from([0.0, 1.0])), draw(flag))
     d = draw(st.integers(1, 150))
     return ModelSpec(
         "llama", "float32", draw(st.integers(1, 200)), d, d, 4096, (layer,), norm, draw(flag), draw(flag),
@@ -450,10 +450,10 @@ def test_pages_may_lie_in_any_order(
 @pytest.mark.parametrize("isa", cpu.available())
 def test_experts_called_together_give_the_bits_of_one_after_the_other(isa: str, rows: int, threads: int) -> None:
     """Many at once are shared out by fours, a single one granule by granule."""
-    expert, router = Ffn(300, "silu", True), Router("softmax", True)
+    expert, router = FfnSpec(300, "silu", True), Router("softmax", True)
     attention = Attention(1, 1, 8, 0.35)
     layer = Layer(attention, Routed(32, 24, expert, router))
-    spec = ModelSpec("llama", "float32", 50, 70, 70, 4096, (layer,), Norm("rms", 1e-5), True, False)
+    spec = ModelSpec("llama", "float32", 50, 70, 70, 4096, (layer,), NormSpec("rms", 1e-5), True, False)
     batch = Batch(0, (0,), (0,), (rows,), (0,))
     plan = resident_plan(spec, parse_format("int4"), kv=parse_format("float16"), context=192, rows=rows)
     pair = Pair(plan, isa, threads, exact=False, seed=rows)

@@ -23,7 +23,7 @@ from penstock.spec.format import (
     Format,
     parse_format,
 )
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.spec.parts import SUM_NEURONS, Block, Part, parts
 
 ISAS = list(cpu.available())
@@ -55,9 +55,9 @@ def layers(draw: st.DrawFn, widest: int) -> tuple[Layer, dict[str, Part]]:
     """A layer, and its parts by kind."""
     kv_heads, group = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     head_dim = draw(st.sampled_from([4, 18, 32, 64, 80, 128, 256]))
-    ffn = Ffn(draw(st.integers(1, 64 * 80)), "relu", draw(st.booleans()))
+    ffn = FfnSpec(draw(st.integers(1, 64 * 80)), "relu", draw(st.booleans()))
     layer, d = Layer(Attention(kv_heads * group, kv_heads, head_dim, 1.0), ffn), draw(st.integers(1, widest))
-    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), Norm("rms", 1e-5), True, True)
+    spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), NormSpec("rms", 1e-5), True, True)
     found = parts(spec, parse_format(draw(FORMATS)))
     return layer, {part.kind: part for part in found}
 
@@ -66,7 +66,7 @@ def layers(draw: st.DrawFn, widest: int) -> tuple[Layer, dict[str, Part]]:
 def test_plans_say_what_the_kernels_say(made: tuple[Layer, dict[str, Part]], rows: int, kv: str) -> None:
     layer, by_kind = made
     a, attn, ffn = layer.attention, by_kind["attn"], by_kind["ffn"]
-    norm, fmt = Norm("rms", 1e-5), parse_format(kv)
+    norm, fmt = NormSpec("rms", 1e-5), parse_format(kv)
     vocab, o = by_kind["embed"].block("rows"), attn.block("o")
     heads, cache = cpu.attention_shape(a, 0, a.kv_heads), cpu.cache_shape(a, PAGE_TOKENS, fmt)
     said = scratch_native
@@ -115,8 +115,8 @@ def test_kernels_run_in_what_they_want(isa: str, name: str, granules: int, cols:
 
 
 def test_a_scratch_in_which_kernels_would_be_slower_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer(Attention(8, 2, 64, 1.0), Ffn(640, "silu", True))
-    spec = ModelSpec("llama", "float32", 64, 512, 512, 512, (layer,), Norm("rms", 1e-5), True, True)
+    layer = Layer(Attention(8, 2, 64, 1.0), FfnSpec(640, "silu", True))
+    spec = ModelSpec("llama", "float32", 64, 512, 512, 512, (layer,), NormSpec("rms", 1e-5), True, True)
 
     def bind() -> None:
         plan = resident_plan(spec, Format("bfloat16"), kv=Format("float16"), context=64, rows=16)

@@ -21,7 +21,7 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.planner.firing import measured
 from penstock.serve import firing_rates, profiling
 from penstock.spec.format import parse_format
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Part, _ffn_part
 from penstock.spec.profile import dumps
 from penstock.store.pack import pack
@@ -37,8 +37,8 @@ FORMATS = ["float32", "bfloat16", "float16", "int8", "int8-g32", "int4", "int4-g
 KERNELS = {(isa, threads): _native.Compute(isa, threads) for isa in cpu.available() for threads in (1, 3)}
 
 
-def ffn_part(neurons: int, d: int, gated: bool, bias: bool, name: str) -> tuple[Part, Ffn]:
-    ffn = Ffn(neurons, "relu", gated, bias, False)
+def ffn_part(neurons: int, d: int, gated: bool, bias: bool, name: str) -> tuple[Part, FfnSpec]:
+    ffn = FfnSpec(neurons, "relu", gated, bias, False)
     return _ffn_part(0, "ffn", ffn, d, parse_format(name)), ffn
 
 
@@ -69,8 +69,8 @@ def granules(part: Part, rng: np.random.Generator, live: float) -> np.ndarray:
 
 
 def run(
-    on: _native.Compute, part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray, cuts: tuple[int, ...], skips: bool,
-    scratch_bytes: int | None = None, active: np.ndarray | None = None, level: float = 0.0,
+    on: _native.Compute, part: Part, ffn: FfnSpec, weights: np.ndarray, h: np.ndarray, cuts: tuple[int, ...],
+    skips: bool, scratch_bytes: int | None = None, active: np.ndarray | None = None, level: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(partial [T, D], fired [T, neurons]) of an FFN that is computed in units that begin at granules `cuts`. `active`:
     uint8 [T, neurons in whole granules]."""
@@ -93,7 +93,9 @@ def run(
     return partial, fired
 
 
-def reference(part: Part, ffn: Ffn, weights: np.ndarray, h: np.ndarray, active: np.ndarray | None = None) -> np.ndarray:
+def reference(
+    part: Part, ffn: FfnSpec, weights: np.ndarray, h: np.ndarray, active: np.ndarray | None = None
+) -> np.ndarray:
     partial, pending = np.zeros((2, *h.shape), np.float32)
     out = dense.FfnSum(partial, pending, True, False, False)
     dense.ffn(weights, part, 0, ffn, h, out, Scratch(np.empty(1 << 23, np.uint8)), active)

@@ -21,7 +21,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold, moved_together
 from penstock.spec.parts import Part
 from penstock.spec.profile import FiringCounts, Profile, dumps
@@ -264,7 +264,7 @@ def test_hostile_orders_are_refused_in_a_line(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "hf", "opt")
     plain = pack(source, tmp_path / "plain", parse_format("float32-neurons"))
     spec = open_packed(plain).spec
-    neurons = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn)]
+    neurons = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, FfnSpec)]
     folder = reorder(plain, tmp_path / "moved", profile_of(neurons[0], len(neurons)))
     good = json.loads((folder / "penstock.json").read_text())["orders"]
     twice = {"layer": 0, "order": b64encode(bytes(4 * neurons[0])).decode()}
@@ -293,7 +293,7 @@ def test_what_cannot_be_reordered_is_refused(tmp_path: Path) -> None:
         reorder(plain, tmp_path / "moved", other)
     with pytest.raises(BadRequest, match="its neurons differ"):
         pack(source, tmp_path / "ordered", profile=other)
-    neurons = next(layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, Ffn))
+    neurons = next(layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, FfnSpec))
     seen = profile_of(neurons, len(spec.layers))
     with pytest.raises(BadRequest, match="float32 weights, which stay"):
         reorder(plain, tmp_path / "moved", seen, parse_format("int4"))

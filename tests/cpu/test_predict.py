@@ -25,7 +25,7 @@ from penstock.serve.fitting import Fitted, Heard, fit, granule_of, rounded, with
 from penstock.serve.loading import Loading
 from penstock.serve.source import resolve
 from penstock.spec.ask import Ask
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Part, predictor_part
 from penstock.spec.predictors import FORMAT, LayerPredictor, Predictors, part_of
 from penstock.spec.profile import FIRED_TOGETHER, Profile
@@ -100,7 +100,7 @@ def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5) -
     spec, rng = open_packed(folder).spec, np.random.default_rng(seed)
     layers, granules = [], []
     for i, layer in enumerate(spec.layers):
-        assert isinstance(layer.ffn, Ffn)
+        assert isinstance(layer.ffn, FfnSpec)
         part = part_of(spec, i, rank)
         granules.append(granule_of(random_predictor(part, layer.ffn.neurons, rng, shift), part))
         layers.append(LayerPredictor(i, rank, 0.9, 0.5, 0.1, tuple([0.2] * len(FIRED_TOGETHER))))

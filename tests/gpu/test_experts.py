@@ -11,7 +11,7 @@ import torch
 
 from penstock.kernels.gpu import experts
 from penstock.kernels.gpu.choose import choose
-from penstock.spec.model import Ffn, Routed, Router
+from penstock.spec.model import FfnSpec, Routed, Router
 from tests.expert_cases import FIXED, ExpertCase
 from tests.kernel_cases import granules_of
 
@@ -45,7 +45,7 @@ def test_by_torch(case: tuple[Any, ...]) -> None:
 def test_nothing_waits_for_a_router(few_rows: int) -> None:
     """Router, experts and their sum are recorded as a graph, and a replay follows another answer."""
     device = torch.device("cuda")
-    routed = Routed(8, 2, Ffn(64, "silu", True), Router("softmax", True))
+    routed = Routed(8, 2, FfnSpec(64, "silu", True), Router("softmax", True))
     case = ExpertCase(routed, 40, 6, "int4", replace(choose(device)[0], few_rows=few_rows), device)
     router, part = (case.parts[kind] for kind in ("router", "experts"))
     gate, weights = (case.put(granules_of(each, case.rng)) for each in (router, part))

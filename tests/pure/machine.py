@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.spec.machine import Capacity, MachineSpec, Rate
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 
 MACHINE = MachineSpec(
     name="test",
@@ -31,11 +31,11 @@ def model(
 ) -> ModelSpec:
     layer = Layer(
         Attention(heads, kv_heads, d // heads, (d // heads) ** -0.5, rope=Rope(1e4, d // heads)),
-        Ffn(neurons, "silu", gated=True),
+        FfnSpec(neurons, "silu", gated=True),
     )
     fields: dict[str, object] = {"dtype": "float32", "vocab": 256, "max_positions": 2048, "tied": True, **kw}
     return ModelSpec(
-        model_type="llama", d_model=d, d_embed=d, layers=(layer,) * layers, norm=Norm("rms", 1e-5), final_norm=True,
+        model_type="llama", d_model=d, d_embed=d, layers=(layer,) * layers, norm=NormSpec("rms", 1e-5), final_norm=True,
         **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.spec.format import Format, parse_format
-from penstock.spec.model import ACTIVATIONS, Attention, Ffn, Layer, ModelSpec, Norm, Routed, Router
+from penstock.spec.model import ACTIVATIONS, Attention, FfnSpec, Layer, ModelSpec, NormSpec, Routed, Router
 from penstock.spec.part_keys import block_keys, parts_by_key
 from penstock.spec.parts import FFNS, GRANULE_ROWS, PAGE_BYTES, PINNED, Part, parts
 
@@ -20,7 +20,7 @@ FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "int8-g32", "int4-g
 class Case:
     spec: ModelSpec
     weights: Format
-    expert: Ffn
+    expert: FfnSpec
     experts: int
 
     @property
@@ -34,17 +34,17 @@ def cases(draw: st.DrawFn, most_experts: int = 12) -> Case:
     neurons = draw(st.integers(1, 200) | st.sampled_from([44, 63, 64, 65, 127, 128, 129]))
     gated = draw(flag)
     activation = draw(st.sampled_from([name for name in ACTIVATIONS if gated or name != "swiglu_clamped"]))
-    expert = Ffn(neurons, activation, gated, draw(flag))
+    expert = FfnSpec(neurons, activation, gated, draw(flag))
     experts = draw(st.integers(1, most_experts))
-    shared = Ffn(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
+    shared = FfnSpec(draw(st.integers(1, 150)), "silu", True) if draw(flag) else None
     router = Router(draw(st.sampled_from(["softmax", "sigmoid"])), draw(flag), draw(flag))
     routed = Routed(experts, draw(st.integers(1, experts)), expert, router, shared, shared is not None and draw(flag))
     attention = Attention(2, draw(st.sampled_from([1, 2])), 8, 1.0, norms_all_heads=draw(flag), qk_norm=draw(flag))
-    dense = Layer(attention, Ffn(draw(st.integers(1, 150)), "silu", True))
+    dense = Layer(attention, FfnSpec(draw(st.integers(1, 150)), "silu", True))
     d = draw(st.integers(1, 150))
     spec = ModelSpec(
         "qwen2_moe", draw(st.sampled_from(["float32", "bfloat16"])), 70, d, d, 64, (Layer(attention, routed), dense),
-        Norm("rms", 1e-5), True, draw(flag),
+        NormSpec("rms", 1e-5), True, draw(flag),
     )  # fmt: skip
     return Case(spec, parse_format(draw(st.sampled_from(FORMATS))), expert, experts)
 

@@ -18,14 +18,14 @@ from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32, Format, Mixed, Share, kinds_name, mixture, parse_format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Rope
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.parts import MIXED, parts
 from penstock.store import manifest as manifests
 from tests.pure.machine import MACHINE
 
 Q4_K, Q6_K = parse_format("q4_k"), parse_format("q6_k")
-LAYER = Layer(Attention(8, 4, 64, 0.125, rope=Rope(1e4, 64)), Ffn(512, "silu", True))
-SPEC = ModelSpec("llama", "float16", 300, 256, 256, 4096, (LAYER,) * 3, Norm("rms", 1e-5), True, False)
+LAYER = Layer(Attention(8, 4, 64, 0.125, rope=Rope(1e4, 64)), FfnSpec(512, "silu", True))
+SPEC = ModelSpec("llama", "float16", 300, 256, 256, 4096, (LAYER,) * 3, NormSpec("rms", 1e-5), True, False)
 
 
 def table(spec: ModelSpec = SPEC) -> dict[str, Format]:

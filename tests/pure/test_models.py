@@ -12,7 +12,7 @@ from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.models import TensorSource, model_types, planned_types, sources, spec_from_config, stacked_sources
 from penstock.spec import codec
 from penstock.spec.format import Format
-from penstock.spec.model import Ffn, ModelSpec, Rope, Router
+from penstock.spec.model import FfnSpec, ModelSpec, Rope, Router
 from penstock.spec.parts import parts
 from tests.pure.real_models import BY_NAME, LLAMA3_ROPE, PHI3_LONGROPE, REAL, TINY, Real
 
@@ -130,7 +130,7 @@ def test_glm_is_dense_first_and_turns_half_of_each_head() -> None:
     spec = spec_from_config(BY_NAME["GLM-4.5-Air"], "c")
     assert [layer.routed is None for layer in spec.layers[:3]] == [True, False, False]
     first, routed, attention = spec.layers[0].ffn, spec.layers[1].routed, spec.layers[1].attention
-    assert isinstance(first, Ffn) and first.neurons == 10944 and routed is not None and routed.shared is not None
+    assert isinstance(first, FfnSpec) and first.neurons == 10944 and routed is not None and routed.shared is not None
     assert (routed.experts, routed.active, routed.expert.neurons, routed.shared.neurons) == (128, 8, 1408, 1408)
     assert routed.router == Router("sigmoid", normalised=True, bias=True) and not routed.shared_gate
     assert attention.qkv_bias and not attention.out_bias and attention.rope is not None and attention.rope.dims == 64

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from penstock.graph.scratch_gpu import attend_splits, attend_tile_rows
-from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.cache import TensorKv
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, vector, vectors
+from penstock.kernels.gpu.memory import TensorScratch, vector, vectors
 from penstock.kernels.gpu.product import add_up, spread
 from penstock.spec.format import Format
-from penstock.spec.model import Attention, Norm
+from penstock.spec.model import Attention, NormSpec
 from penstock.spec.parts import Part
 
 # How many numbers of keys the torch path widens to float32 at once: 16 MiB. Its temporaries are some four times that.
@@ -37,9 +37,9 @@ def turns(positions: Tensor, frequencies: Tensor, factor: float, cos: Tensor, si
 
 
 def qkv(
-    weights: Tensor, part: Part, lo: int, a: Attention, norm: Norm, norms: Tensor, norms_part: Part, h: Tensor,
-    turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor, q: Tensor, keys: KvPool, values: KvPool,
-    kernels: Kernels, scratch: Scratch,
+    weights: Tensor, part: Part, lo: int, a: Attention, norm: NormSpec, norms: Tensor, norms_part: Part, h: Tensor,
+    turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor, q: Tensor,
+    keys: TensorKv, values: TensorKv, kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """Projects h [T, D] for the unit's granules from `lo` on, adds biases, norms and rotates q and k, and stores k and
     v in the cache. Writes q float32 [T, H, E].
@@ -96,9 +96,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _turn_and_store(
-    weights: Tensor, part: Part, lo: int, a: Attention, norm: Norm, raw: tuple[Tensor, Tensor, Tensor],
+    weights: Tensor, part: Part, lo: int, a: Attention, norm: NormSpec, raw: tuple[Tensor, Tensor, Tensor],
     qk_weights: tuple[Tensor, Tensor], turn: tuple[Tensor, Tensor] | None, positions: Tensor, sequence: Tensor,
-    q: Tensor, keys: KvPool, values: KvPool,
+    q: Tensor, keys: TensorKv, values: TensorKv,
 ) -> None:  # fmt: skip
     from penstock.kernels.gpu import turn_kernels
 
@@ -118,8 +118,8 @@ def _turn_and_store(
 
 
 def attend(
-    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
-    out: Tensor, longest: int, kernels: Kernels, scratch: Scratch, sinks: Tensor | None = None,
+    q: Tensor, keys: TensorKv, values: TensorKv, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    out: Tensor, longest: int, kernels: Kernels, scratch: TensorScratch, sinks: Tensor | None = None,
     value_share: float = 1.0,
 ) -> None:  # fmt: skip
     """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E]. `sinks` [H]: a
@@ -179,7 +179,7 @@ def attend(
 
 def out(
     weights: Tensor, part: Part, lo: int, a: Attention, heads_out: Tensor, partial: Tensor, first: bool,
-    kernels: Kernels, scratch: Scratch,
+    kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= heads_out [T, H, E] · o, for the unit's granules from `lo` on. `first`: this call is the
     first addend."""
@@ -189,7 +189,7 @@ def out(
 
 
 def _attend_by_torch(
-    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    q: Tensor, keys: TensorKv, values: TensorKv, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
     sinks: Tensor | None, result: Tensor,
 ) -> None:  # fmt: skip
     """`attend` by torch, page by page with a running maximum. On a device it goes over the whole room for context, so
@@ -230,7 +230,7 @@ def _attend_by_torch(
 
 
 def _attend_to_best(
-    q: Tensor, keys: KvPool, values: KvPool, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
+    q: Tensor, keys: TensorKv, values: TensorKv, a: Attention, lo: int, hi: int, positions: Tensor, sequence: Tensor,
     sinks: Tensor | None, share: float, result: Tensor,
 ) -> None:  # fmt: skip
     """`attend` to each query's best positions, by torch: scores of all pages, and then the values of these positions
@@ -296,15 +296,15 @@ def _pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _typed(pool: KvPool) -> Tensor:
+def _typed(pool: TensorKv) -> Tensor:
     """The pool's blocks in the type of their numbers: bfloat16 as int16, codes as uint8."""
     types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.int16}
     return pool.blocks.view(types.get(pool.format.kind, torch.uint8))
 
 
-def _halves(pool: KvPool) -> Tensor:
+def _halves(pool: TensorKv) -> Tensor:
     return pool.blocks.view(torch.float16)
 
 
-def _bits(pool: KvPool) -> Tensor:
+def _bits(pool: TensorKv) -> Tensor:
     return pool.blocks.view(torch.int16)

@@ -16,7 +16,7 @@ _MOST_HALF = 65504.0
 
 
 @dataclass(frozen=True)
-class KvPool:
+class TensorKv:
     """K or V of some sequences in one layer. `blocks` uint8 [pages, K, page_tokens · kv_bytes]: a page has a block for
     each KV head. `pages` int32 [sequences, most pages]: the pages of each sequence in the order of its positions."""
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from penstock.graph.scratch_gpu import PREDICTED_ROWS, SUM_PARTS, ffn_granules
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, table, vector
+from penstock.kernels.gpu.memory import TensorScratch, table, vector
 from penstock.kernels.gpu.neurons import add_ffn
 from penstock.kernels.gpu.product import activated, add_up, hidden, spread
 from penstock.kernels.gpu.widen import take_rows
-from penstock.spec.model import Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.spec.parts import Part
 
 
@@ -30,7 +30,7 @@ def gather(weights: Tensor, part: Part, tokens: Tensor, rows: Tensor, kernels: K
 
 def embed(
     rows: Tensor, edges: Tensor, edges_part: Part, spec: ModelSpec, positions: Tensor, x: Tensor, kernels: Kernels,
-    scratch: Scratch,
+    scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """x [T, D] = rows [T, d_embed] · embed_scale, projected where the model does so, plus its learned positions, if
     any. positions int32 [T]. For learned positions torch makes a temporary [T, D]."""
@@ -49,7 +49,7 @@ def embed(
 
 def norm_in(
     x: Tensor, norms: Tensor, part: Part, name: str, spec: ModelSpec, present: bool, h: Tensor, kernels: Kernels,
-    scratch: Scratch, rows: Tensor | None = None,
+    scratch: TensorScratch, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """h = norm(x), or h = x where the layer has no such norm (`present`). The final norm takes the rows `rows` int32
     [n] of x, and projects down to d_embed where the model does (OPT-350m)."""
@@ -67,7 +67,7 @@ def norm_in(
 
 
 def named_norm(
-    x: Tensor, norms: Tensor, part: Part, name: str, norm: Norm, out: Tensor, kernels: Kernels,
+    x: Tensor, norms: Tensor, part: Part, name: str, norm: NormSpec, out: Tensor, kernels: Kernels,
     rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [n, D] = the norm `name` of the rows `rows` int32 [n] of x [T, D], or of all rows where None. out may be
@@ -86,8 +86,8 @@ def named_norm(
 
 
 def ffn(
-    weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
-    scratch: Scratch, skips: bool = False, active: Tensor | None = None,
+    weights: Tensor, part: Part, shape: FfnSpec, h: Tensor, partial: Tensor, first: bool, kernels: Kernels,
+    scratch: TensorScratch, skips: bool = False, active: Tensor | None = None,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · (act(gate h) * (up h)) over a unit's granules, h [T, D]. `first`: this call is the
     first addend. `skips`: what an activation of 0 multiplies may be left out. `active` uint8 [T, neurons]: where it is
@@ -113,7 +113,7 @@ def ffn(
     scratch.rewind(mark)
 
 
-def predict(granule: Tensor, part: Part, h: Tensor, active: Tensor, kernels: Kernels, scratch: Scratch) -> None:
+def predict(granule: Tensor, part: Part, h: Tensor, active: Tensor, kernels: Kernels, scratch: TensorScratch) -> None:
     """active uint8 [T, N] = whether neurons · relu(hidden · h + hidden_bias) + neurons_bias is above 0, for h [T, D]
     (PowerInfer §5.1). `granule`: the predictor `part`, uint8 [its bytes]."""
     first, second, mark = part.block("hidden"), part.block("neurons"), scratch.mark()
@@ -130,8 +130,8 @@ def predict(granule: Tensor, part: Part, h: Tensor, active: Tensor, kernels: Ker
 
 
 def merge(
-    norms: Tensor, part: Part, block: str, layer: Layer, norm: Norm, x: Tensor, partials: Sequence[Tensor],
-    kernels: Kernels, scratch: Scratch, routes: tuple[Tensor, Tensor] | None = None,
+    norms: Tensor, part: Part, block: str, layer: Layer, norm: NormSpec, x: Tensor, partials: Sequence[Tensor],
+    kernels: Kernels, scratch: TensorScratch, routes: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.
     Partials are not changed. `routes`: each row's experts, int32, and their factors, both [T, A]. Then the bias is
@@ -179,7 +179,7 @@ def merge(
 
 def head(
     weights: Tensor, part: Part, lo: int, h: Tensor, softcap: float, logits: Tensor, best: Tensor, best_ids: Tensor,
-    starts: bool, kernels: Kernels, scratch: Scratch,
+    starts: bool, kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """logits[:, 64·lo : …] = h [n, d_embed] · the vocabulary rows of `weights`, the granules from `lo` on. logits
     float32 [n, V]. `best` float32 [n] is updated to the largest logit so far, and `best_ids` int32 [n] to its id, which
@@ -205,7 +205,7 @@ def _norm_vectors(norms: Tensor, part: Part, name: str) -> tuple[Tensor | None, 
     return tensors[0], tensors[1]
 
 
-def _normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _normalise(x: Tensor, norm: NormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """norm(x) over the last axis by torch, with a few temporaries as large as x. weight and bias [D]."""
     if norm.kind == "layer":
         x = x - x.mean(-1, keepdim=True)

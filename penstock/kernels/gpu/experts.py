@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.graph.scratch_gpu import expert_rows
 from penstock.kernels.gpu import dense, product
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, vector
+from penstock.kernels.gpu.memory import TensorScratch, vector
 from penstock.kernels.gpu.widen import typed, word_bytes
 from penstock.spec.format import tiles
 from penstock.spec.model import Routed, Router
@@ -34,7 +34,7 @@ _BLOCK_PAIRS, _BLOCK_COLUMNS = 16, 32
 _COMBINED = 1024  # columns of a row that a program of `combine_kernel` adds up
 
 
-class Routes(NamedTuple):
+class TensorRoutes(NamedTuple):
     """A router's answer: the experts of each row in rising order, the factors of their outputs, and the factor of the
     shared expert's output."""
 
@@ -42,21 +42,27 @@ class Routes(NamedTuple):
     factors: Tensor  # float32 [T, A]
     shared: Tensor  # float32 [T]
 
-    def rows(self, lo: int, hi: int) -> Routes:
-        return Routes(self.ids[lo:hi], self.factors[lo:hi], self.shared[lo:hi])
+    def rows(self, lo: int, hi: int) -> TensorRoutes:
+        return TensorRoutes(self.ids[lo:hi], self.factors[lo:hi], self.shared[lo:hi])
 
 
-def routes_of(answer: Tensor, t: int, active: int) -> Routes:
+def routes_of(answer: Tensor, t: int, active: int) -> TensorRoutes:
     """The parts of an answer for t rows: uint8 [bytes], laid out as `graph.ops` says."""
     n = 4 * t * active
     ids, factors, shared = answer[:n], answer[n : 2 * n], answer[2 * n : 2 * n + 4 * t]
-    return Routes(
+    return TensorRoutes(
         ids.view(torch.int32).view(t, active), factors.view(torch.float32).view(t, active), shared.view(torch.float32)
     )
 
 
 def route(
-    weights: Tensor, part: Part, routed: Routed, h: Tensor, routes: Routes, kernels: Kernels, scratch: Scratch
+    weights: Tensor,
+    part: Part,
+    routed: Routed,
+    h: Tensor,
+    routes: TensorRoutes,
+    kernels: Kernels,
+    scratch: TensorScratch,
 ) -> None:
     """Fills `routes` for h. `weights` uint8 [granule_bytes] is the router's granule. A row with a score that is no
     finite number has factors NaN."""
@@ -81,7 +87,7 @@ def route(
     scratch.rewind(mark)
 
 
-def _route_by_torch(scores: Tensor, gates: Tensor, bias: Tensor | None, routed: Routed, routes: Routes) -> None:
+def _route_by_torch(scores: Tensor, gates: Tensor, bias: Tensor | None, routed: Routed, routes: TensorRoutes) -> None:
     """scores float32 [T, X], gates [T, 1], bias [X]. scores are overwritten."""
     if bias is not None and routed.router.bias_scored:
         scores, bias = scores.add_(bias), None
@@ -111,8 +117,9 @@ def _kept_groups(ranked: Tensor, router: Router) -> Tensor:
 
 
 def experts(
-    weights: Sequence[Tensor], first_experts: Sequence[int], part: Part, routed: Routed, h: Tensor, routes: Routes,
-    partial: Tensor, outputs: Tensor | None, starts_sum: bool, kernels: Kernels, scratch: Scratch,
+    weights: Sequence[Tensor], first_experts: Sequence[int], part: Part, routed: Routed, h: Tensor,
+    routes: TensorRoutes, partial: Tensor, outputs: Tensor | None, starts_sum: bool, kernels: Kernels,
+    scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """partial (+)= Σ factor · FFN of h over the experts in `weights`, each uint8 [granules of whole experts,
     granule_bytes], from the expert `first_experts` of the same index on. With `outputs` float32 [T, A, D] the FFNs'
@@ -138,7 +145,7 @@ def experts(
     scratch.rewind(mark)
 
 
-def combine(routes: Routes, outputs: Tensor, partial: Tensor, starts_sum: bool, kernels: Kernels) -> None:
+def combine(routes: TensorRoutes, outputs: Tensor, partial: Tensor, starts_sum: bool, kernels: Kernels) -> None:
     """partial (+)= Σ factor · outputs float32 [T, A, D], experts in rising order."""
     if kernels.triton:
         _add_up(routes, outputs, partial, starts_sum, 0, 2**31 - 1)
@@ -149,14 +156,14 @@ def combine(routes: Routes, outputs: Tensor, partial: Tensor, starts_sum: bool, 
         partial += outputs[:, rank] * routes.factors[:, rank, None]
 
 
-def gate(routes: Routes, partial: Tensor) -> None:
+def gate(routes: TensorRoutes, partial: Tensor) -> None:
     """partial float32 [T, D] = partial times the shared expert's factor of each row."""
     partial.mul_(routes.shared[:, None])
 
 
 def _experts_by_torch(
-    weights: Sequence[Tensor], ranges: Sequence[tuple[int, int]], part: Part, routed: Routed, h: Tensor, routes: Routes,
-    partial: Tensor, outputs: Tensor | None, kernels: Kernels, scratch: Scratch,
+    weights: Sequence[Tensor], ranges: Sequence[tuple[int, int]], part: Part, routed: Routed, h: Tensor,
+    routes: TensorRoutes, partial: Tensor, outputs: Tensor | None, kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     n, mark = part.expert_granules, scratch.mark()
     for granules, (first, last) in zip(weights, ranges, strict=True):
@@ -202,8 +209,8 @@ def _launches(weights: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> I
 
 
 def _by_pairs(
-    weights: Sequence[Tensor], ranges: Sequence[tuple[int, int]], part: Part, routed: Routed, h: Tensor, routes: Routes,
-    outputs: Tensor, kernels: Kernels, scratch: Scratch,
+    weights: Sequence[Tensor], ranges: Sequence[tuple[int, int]], part: Part, routed: Routed, h: Tensor,
+    routes: TensorRoutes, outputs: Tensor, kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """outputs float32 [pairs, D] = the FFN of each pair whose expert is there. The others are left as they are."""
     from penstock.kernels.gpu import expert_kernels
@@ -271,7 +278,7 @@ def _blocks(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order.int(), torch.stack([expert, lo, hi], 1).int()
 
 
-def _add_up(routes: Routes, outputs: Tensor, partial: Tensor, starts_sum: bool, first: int, last: int) -> None:
+def _add_up(routes: TensorRoutes, outputs: Tensor, partial: Tensor, starts_sum: bool, first: int, last: int) -> None:
     from penstock.kernels.gpu import expert_kernels
 
     t, active, d = outputs.shape

@@ -14,8 +14,8 @@ from penstock.spec.parts import Block
 from penstock.units import round_up
 
 
-class Scratch:
-    """Hands out temporaries from `memory`, uint8 [bytes], which one lane owns. Each call makes a new Scratch, which
+class TensorScratch:
+    """Hands out temporaries from `memory`, uint8 [bytes], which one lane owns. Each call makes a new one, which
     starts from the beginning. Temporaries are not cleared. `graph.scratch_gpu` has the sizes."""
 
     def __init__(self, memory: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph.scratch_gpu import neuron_splits, pieces
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, vectors
+from penstock.kernels.gpu.memory import TensorScratch, vectors
 from penstock.kernels.gpu.product import (
     ROWS_AT_ONCE,
     activate,
@@ -26,7 +26,7 @@ from penstock.kernels.gpu.product import (
 )
 from penstock.kernels.gpu.widen import columns_of, numbers, typed, word_bytes
 from penstock.spec.format import LINE_COLUMNS
-from penstock.spec.model import Ffn
+from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Block, Part
 
 _BLOCK = 32  # words of a row that a program takes at once, one a thread of a warp: 256 columns of int4
@@ -34,8 +34,8 @@ _WIDEN_BLOCK = 128
 
 
 def add_ffn(
-    weights: Tensor, part: Part, shape: Ffn, h: Tensor, partial: Tensor, first: bool, skips: bool, kernels: Kernels,
-    scratch: Scratch, active: Tensor | None = None,
+    weights: Tensor, part: Part, shape: FfnSpec, h: Tensor, partial: Tensor, first: bool, skips: bool, kernels: Kernels,
+    scratch: TensorScratch, active: Tensor | None = None,
 ) -> None:  # fmt: skip
     """partial [T, D] = (first) or += down · (act(gate h) * (up h)) over the granules, h [T, D]. `skips`: what an
     activation of 0 multiplies is left out, where that saves reads. The sums are the same to the bit either way.
@@ -57,8 +57,8 @@ def add_ffn(
 
 
 def _few(
-    weights: Tensor, part: Part, shape: Ffn, h: Tensor, hidden: Tensor, partial: Tensor, first: bool, skips: bool,
-    scratch: Scratch,
+    weights: Tensor, part: Part, shape: FfnSpec, h: Tensor, hidden: Tensor, partial: Tensor, first: bool, skips: bool,
+    scratch: TensorScratch,
 ) -> None:  # fmt: skip
     from penstock.kernels.gpu import neuron_kernels
 
@@ -81,8 +81,8 @@ def _few(
 
 
 def _many(
-    weights: Tensor, part: Part, shape: Ffn, h: Tensor, hidden: Tensor, partial: Tensor, first: bool,
-    kernels: Kernels, scratch: Scratch,
+    weights: Tensor, part: Part, shape: FfnSpec, h: Tensor, hidden: Tensor, partial: Tensor, first: bool,
+    kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     down, width, mark = part.block("down"), part.granule_rows, scratch.mark()
     if shape.gated:
@@ -100,8 +100,8 @@ def _many(
 
 
 def _fire_records(
-    weights: Tensor, part: Part, name: str, shape: Ffn, h: Tensor, hidden: Tensor, active: Tensor | None,
-    kernels: Kernels, scratch: Scratch,
+    weights: Tensor, part: Part, name: str, shape: FfnSpec, h: Tensor, hidden: Tensor, active: Tensor | None,
+    kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """hidden [T, N] = act(h · the matrix `name`), whose rows lie in the neurons' records; 0 where a neuron is not
     active. Few rows read no records but those of active neurons."""
@@ -119,7 +119,7 @@ def _fire_records(
     activate(hidden, shape.activation)
 
 
-def _live(hidden: Tensor, granules: int, width: int, every: bool, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def _live(hidden: Tensor, granules: int, width: int, every: bool, scratch: TensorScratch) -> tuple[Tensor, Tensor]:
     """Of each granule the neurons for which `hidden` has a number other than 0 in some row, or `every` one, int32
     [granules, width], and how many they are, int32 [granules]."""
     from penstock.kernels.gpu import neuron_kernels
@@ -148,7 +148,7 @@ def _multiply_live(
 
 
 def _multiply_all(
-    weights: Tensor, part: Part, name: str, h: Tensor, hidden: Tensor, kernels: Kernels, scratch: Scratch
+    weights: Tensor, part: Part, name: str, h: Tensor, hidden: Tensor, kernels: Kernels, scratch: TensorScratch
 ) -> None:  # fmt: skip
     """The same of all neurons, by widened pieces."""
     block, width, mark = part.block(name), part.granule_rows, scratch.mark()
@@ -168,7 +168,7 @@ def _multiply_all(
 
 
 def _widened(
-    weights: Tensor, block: Block, row_lo: int, row_hi: int, kernels: Kernels, scratch: Scratch
+    weights: Tensor, block: Block, row_lo: int, row_hi: int, kernels: Kernels, scratch: TensorScratch
 ) -> tuple[Tensor, int]:
     """(rows `row_lo`..`row_hi` of each granule's neurons as float32 [neurons, C], in scratch, how many they are)."""
     n, rows = weights.shape[0], row_hi - row_lo

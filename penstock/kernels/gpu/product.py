@@ -16,10 +16,10 @@ from torch import Tensor
 
 from penstock.graph.scratch_gpu import pieces, sum_splits
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, vectors
+from penstock.kernels.gpu.memory import TensorScratch, vectors
 from penstock.kernels.gpu.widen import columns_of, typed, widen, word_bytes
 from penstock.spec.format import TILE_ROWS, tiles
-from penstock.spec.model import SWIGLU_LIMIT, Ffn
+from penstock.spec.model import SWIGLU_LIMIT, FfnSpec
 from penstock.spec.parts import Block, Part
 
 # Rows that a program multiplies with the numbers it has unpacked. Each takes four sums per thread. With four rows a
@@ -93,7 +93,12 @@ def walk(block: Block, programs: int, rows: int, granules: int = 1, splits: int 
 
 
 def spread(
-    x: Tensor, weights: Tensor, blocks: Sequence[Block], outs: Sequence[Tensor], kernels: Kernels, scratch: Scratch
+    x: Tensor,
+    weights: Tensor,
+    blocks: Sequence[Block],
+    outs: Sequence[Tensor],
+    kernels: Kernels,
+    scratch: TensorScratch,
 ) -> None:
     """outs[i] [T, n · R_i] = x [T, C] · block i of each of the n granules, transposed. x and outs are float32 with
     contiguous rows; weights uint8 [n, granule_bytes]. outs[0] may have fewer columns: then the rest is left out."""
@@ -116,7 +121,9 @@ def spread(
     )  # fmt: skip
 
 
-def _spread_many(x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels: Kernels, scratch: Scratch) -> None:
+def _spread_many(
+    x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels: Kernels, scratch: TensorScratch
+) -> None:
     mark = scratch.mark()
     for p in pieces(weights.shape[0], block):
         scratch.rewind(mark)
@@ -132,7 +139,7 @@ def _spread_many(x: Tensor, weights: Tensor, block: Block, out: Tensor, kernels:
 
 
 def add_up(
-    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: Scratch
+    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: TensorScratch
 ) -> None:
     """partial [T, R] = (first) or += the sum over the n granules of x [T, n · C] · block [R, C]ᵀ. partial and x are
     float32; weights uint8 [n, granule_bytes]. The order of the sum is fixed, but differs from the CPU's. So bits may
@@ -171,7 +178,7 @@ def sum_parts(parts: Tensor, out: Tensor, first: bool) -> None:
 
 
 def _add_up_many(
-    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: Scratch
+    x: Tensor, weights: Tensor, block: Block, partial: Tensor, first: bool, kernels: Kernels, scratch: TensorScratch
 ) -> None:
     mark = scratch.mark()
     for p in pieces(weights.shape[0], block):
@@ -189,7 +196,14 @@ def _add_up_many(
 
 
 def hidden(
-    x: Tensor, weights: Tensor, part: Part, f: Ffn, gate: Tensor, up: Tensor, kernels: Kernels, scratch: Scratch
+    x: Tensor,
+    weights: Tensor,
+    part: Part,
+    f: FfnSpec,
+    gate: Tensor,
+    up: Tensor,
+    kernels: Kernels,
+    scratch: TensorScratch,
 ) -> Tensor:
     """Returns act(x · gateᵀ) · (x · upᵀ), or act(x · upᵀ), of n granules: float32 [T, n · neurons]. x float32 [T, D];
     weights uint8 [n, granule_bytes]. `gate` and `up` are room for results of that shape. The result is in one of
@@ -211,7 +225,7 @@ def hidden(
 
 def activated(
     x: Tensor, weights: Tensor, block: Block, bias: Block | None, activation: str, out: Tensor, kernels: Kernels,
-    scratch: Scratch,
+    scratch: TensorScratch,
 ) -> None:  # fmt: skip
     """out [T, n · R] = act(x · blockᵀ + bias) of n granules. x and out float32, weights uint8 [n, granule_bytes]."""
     if few_rows(kernels, x.shape[0]):
@@ -222,7 +236,7 @@ def activated(
 
 
 def _biased(
-    x: Tensor, weights: Tensor, block: Block, bias: Block | None, out: Tensor, kernels: Kernels, scratch: Scratch
+    x: Tensor, weights: Tensor, block: Block, bias: Block | None, out: Tensor, kernels: Kernels, scratch: TensorScratch
 ) -> None:
     """out [T, n · R] = x · blockᵀ + bias of n granules."""
     spread(x, weights, (block,), (out,), kernels, scratch)

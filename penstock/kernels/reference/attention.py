@@ -17,14 +17,14 @@ from penstock.kernels import rope
 from penstock.kernels.reference.cache import KvPool
 from penstock.kernels.reference.dense import normalise
 from penstock.kernels.reference.matrix import Bytes, Float32, Scratch, multiply, vector
-from penstock.spec.model import Attention, Norm
+from penstock.spec.model import Attention, NormSpec
 from penstock.spec.parts import Part
 
 Tables = Sequence[NDArray[np.int64]]
 
 
 def qkv(
-    weights: Bytes, part: Part, lo: int, a: Attention, norm: Norm, norms: Bytes, norms_part: Part, h: Float32,
+    weights: Bytes, part: Part, lo: int, a: Attention, norm: NormSpec, norms: Bytes, norms_part: Part, h: Float32,
     turn: tuple[Float32, Float32] | None, batch: Batch, tables: Tables, q: Float32, keys: KvPool,
     values: KvPool, scratch: Scratch,
 ) -> None:  # fmt: skip
@@ -36,7 +36,7 @@ def qkv(
     """
     t, g, e = h.shape[0], a.heads_per_kv, a.head_dim
     start, heads = scratch.mark(), part.granule_rows
-    qk_norm = Norm("rms", norm.eps)
+    qk_norm = NormSpec("rms", norm.eps)
     for head, granule in zip(range(lo * heads, a.kv_heads, heads), weights, strict=False):
         scratch.rewind(start)
         projected = {}

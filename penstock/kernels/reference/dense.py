@@ -27,7 +27,7 @@ from penstock.kernels.reference.matrix import (
     vector,
     widen_plain,
 )
-from penstock.spec.model import SWIGLU_LIMIT, Ffn, Layer, ModelSpec, Norm
+from penstock.spec.model import SWIGLU_LIMIT, FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.spec.parts import Part
 
 
@@ -60,7 +60,7 @@ def embed(
     scratch.rewind(start)
 
 
-def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | None, out: Float32) -> None:
+def normalise(x: Float32, norm: NormSpec, weight: Float32 | None, bias: Float32 | None, out: Float32) -> None:
     """out = norm(x) over the last axis of x [rows, columns]. An RMS norm is x / sqrt(mean x² + eps) · (weight +
     offset). A layer norm subtracts the mean from x first. weight and bias [columns]."""
     step = max(1, SLAB_BYTES // (4 * x.shape[-1]))  # so that temporaries are of a slab of rows, not of the whole chunk
@@ -76,7 +76,7 @@ def normalise(x: Float32, norm: Norm, weight: Float32 | None, bias: Float32 | No
             out[lo : lo + step] += bias
 
 
-def named_norm(x: Float32, norms: Bytes, part: Part, name: str, norm: Norm, out: Float32) -> None:
+def named_norm(x: Float32, norms: Bytes, part: Part, name: str, norm: NormSpec, out: Float32) -> None:
     """out float32 [T, D] = the norm `name` of x float32 [T, D], with weight and bias from the part's granule `norms`,
     uint8 [granule_bytes]."""
     weight = vector(norms, part.block(name)) if part.has(name) else None
@@ -168,7 +168,7 @@ def predict(granule: Bytes, part: Part, h: Float32, active: NDArray[np.uint8], s
 
 
 def ffn(
-    weights: Bytes, part: Part, lo: int, shape: Ffn, h: Float32, out: FfnSum, scratch: Scratch,
+    weights: Bytes, part: Part, lo: int, shape: FfnSpec, h: Float32, out: FfnSum, scratch: Scratch,
     active: NDArray[np.uint8] | None = None, level: float = 0.0,
 ) -> None:  # fmt: skip
     """partial [T, D] (+)= down · (act(gate h) * (up h)). `weights` holds the granules of the layer from `lo` on.
@@ -221,7 +221,7 @@ def order(rows: Float32, norms: Bytes, part: Part, which: str, scratch: Scratch)
 
 
 def merge(
-    norms: Bytes, part: Part, block: str, layer: Layer, norm: Norm, x: Float32, partials: Sequence[Float32],
+    norms: Bytes, part: Part, block: str, layer: Layer, norm: NormSpec, x: Float32, partials: Sequence[Float32],
     scratch: Scratch, routes: tuple[NDArray[np.int32], Float32] | None = None,
 ) -> None:  # fmt: skip
     """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.models.hf.config import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Config, short
 from penstock.models.hf.names import TensorSource, sources_of
 from penstock.models.hf.rope import LLAMA_RULES, RopeRules, rope_of
-from penstock.spec.model import Attention, Ffn, Layer, ModelSpec, Norm, Routed
+from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Routed
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -116,9 +116,9 @@ def decoder(
     elif SLIDING in layer_types and window is None:
         raise config.broken("sliding_window", f"is not set (or not in use), but layer_types has {SLIDING}")
 
-    ffns: list[Ffn | Routed | None] = list(routed or [None] * len(layer_types))
+    ffns: list[FfnSpec | Routed | None] = list(routed or [None] * len(layer_types))
     if None in ffns:
-        dense = Ffn(
+        dense = FfnSpec(
             neurons=config.whole("intermediate_size", hi=MAX_WIDTH),
             activation=config.activation(details.activation_key, defaults.activation),
             gated=details.gated,
@@ -126,7 +126,7 @@ def decoder(
             down_bias=details.mlp_bias,
         )
         ffns = [dense if ffn is None else ffn for ffn in ffns]
-    kinds: dict[tuple[str, Ffn | Routed | None], Layer] = {}  # layers that are alike are one object
+    kinds: dict[tuple[str, FfnSpec | Routed | None], Layer] = {}  # layers that are alike are one object
     for kind, ffn in zip(layer_types, ffns, strict=True):
         assert ffn is not None
         if (kind, ffn) not in kinds:
@@ -140,7 +140,9 @@ def decoder(
         d_embed=d_model,
         max_positions=max_positions,
         layers=tuple(kinds[kind, ffn] for kind, ffn in zip(layer_types, ffns, strict=True)),
-        norm=Norm(details.norm, config.real(details.norm_eps_key, defaults.eps, lo=0.0, hi=1.0), details.norm_offset),
+        norm=NormSpec(
+            details.norm, config.real(details.norm_eps_key, defaults.eps, lo=0.0, hi=1.0), details.norm_offset
+        ),
         final_norm=True,
         tied=config.flag("tie_word_embeddings", defaults.tied),
         embed_scale=d_model**0.5 if details.scale_embedding else 1.0,

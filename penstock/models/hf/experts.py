@@ -8,7 +8,7 @@ from typing import Any
 from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
 from penstock.models.hf.decoder import END_NAMES, LAYER_NAMES, layer_count
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
-from penstock.spec.model import Ffn, ModelSpec, Routed, Router
+from penstock.spec.model import FfnSpec, ModelSpec, Routed, Router
 
 # Of a layer, and of all layers: the largest models of today have 512, and 61 layers of 384. 262,144 took 11 s to plan.
 MAX_EXPERTS, MAX_ALL_EXPERTS = 4096, 2**15
@@ -32,9 +32,11 @@ def shared_names(name: str) -> dict[str, str]:
     return {f"shared.{block}": f"{_MLP}{name}.{block}_proj.weight" for block in ("gate", "up", "down")}
 
 
-def gated(config: Config, neurons_key: str, times: int = 1) -> Ffn:
+def gated(config: Config, neurons_key: str, times: int = 1) -> FfnSpec:
     """A gated FFN without biases. It has `times` as many neurons as the key `neurons_key` says. Raises BrokenModel."""
-    return Ffn(times * config.whole(neurons_key, hi=MAX_WIDTH // times), config.activation("hidden_act", "silu"), True)
+    return FfnSpec(
+        times * config.whole(neurons_key, hi=MAX_WIDTH // times), config.activation("hidden_act", "silu"), True
+    )
 
 
 def count_key(config: dict[str, Any], keys: Sequence[str]) -> str:

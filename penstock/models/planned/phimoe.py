@@ -12,7 +12,7 @@ from penstock.models.hf.config import Config
 from penstock.models.hf.decoder import Defaults, Details, decoder, layer_count
 from penstock.models.hf.experts import softmax_routed
 from penstock.models.hf.rope import RopeRules
-from penstock.spec.model import ModelSpec, Norm
+from penstock.spec.model import ModelSpec, NormSpec
 
 CANNOT_RUN = "there are no kernels for its router and the head's bias"
 
@@ -27,4 +27,4 @@ def spec(config: Config) -> ModelSpec:
     details = Details(qkv_bias=bias, out_bias=bias, rope=RopeRules(kinds=("default",), theta=1e6))
     window = config.optional_whole("sliding_window", None)
     plain = decoder(config, "phimoe", DEFAULTS, details, window=window, routed=[routed] * layer_count(config))
-    return replace(plain, norm=Norm("layer", plain.norm.eps), cannot_run=CANNOT_RUN)
+    return replace(plain, norm=NormSpec("layer", plain.norm.eps), cannot_run=CANNOT_RUN)

@@ -15,9 +15,9 @@ from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Slot, Task
 from penstock.kernels.gpu import attention, dense, experts
-from penstock.kernels.gpu.cache import KvPool
+from penstock.kernels.gpu.cache import TensorKv
 from penstock.kernels.gpu.choose import Kernels
-from penstock.kernels.gpu.memory import Scratch, vector
+from penstock.kernels.gpu.memory import TensorScratch, vector
 from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
 from penstock.spec.part_keys import norm_before
@@ -272,7 +272,7 @@ class TorchBinding:
         """float32 [T, A, d_model]."""
         return self._typed(slot, torch.float32, (t, self._routed(layer).active, self._spec.d_model))
 
-    def _routes(self, slot: Slot, layer: int, t: int) -> experts.Routes:
+    def _routes(self, slot: Slot, layer: int, t: int) -> experts.TensorRoutes:
         return experts.routes_of(self._view(slot), t, self._routed(layer).active)
 
     def _routed(self, layer: int) -> Routed:
@@ -284,21 +284,21 @@ class TorchBinding:
         """float32 [T, d_embed]."""
         return self._typed(slot, torch.float32, (t, self._spec.d_embed))
 
-    def _scratch(self, slot: Slot) -> Scratch:
-        return Scratch(self._view(slot))
+    def _scratch(self, slot: Slot) -> TensorScratch:
+        return TensorScratch(self._view(slot))
 
     def _granules(self, slot: Slot, part: Part) -> Tensor:
         """uint8 [granules, bytes of a granule]."""
         return self._view(slot).view(-1, part.granule_bytes)
 
-    def _pool(self, op: ops.Qkv | ops.Attend, slot: Slot, batch: Batch) -> KvPool:
+    def _pool(self, op: ops.Qkv | ops.Attend, slot: Slot, batch: Batch) -> TensorKv:
         """The pages of a slot of `Layout.kv`, or of fresh rows."""
         a, kv, tables = self._spec.layers[op.layer].attention, self._layout.kv, self._tables[batch.id]
         fmt, page_tokens, pages = kv.home(op.layer, batch).format, self._plan.page_tokens, tables.pages
         if op.fresh:
             page_tokens, pages = kv.fresh(batch).page_tokens, tables.fresh_pages
         blocks = self._view(slot).view(-1, a.kv_heads, page_tokens * fmt.kv_bytes(a.head_dim))
-        return KvPool(blocks, page_tokens, a.head_dim, fmt, pages)
+        return TensorKv(blocks, page_tokens, a.head_dim, fmt, pages)
 
 
 def _reads_tables(call: Call) -> bool:
