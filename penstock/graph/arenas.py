@@ -80,7 +80,7 @@ class Layout:
         self._caches = {(cache.layer, cache.executor): self._place_cache(cache) for cache in plan.caches}
         self._cache_slots: dict[tuple[int, Executor, int], Slot] = {}  # that `cache_slot` gave so far
         if plan.stage_bytes:
-            self._take("host.stage", plan.stage_bytes)
+            self._take(f"{HOST}.stage", plan.stage_bytes)
 
     # -- what streams ---------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Layout:
     def _place_staging(self) -> Slot | None:
         if self.gathers is not None:
             return None
-        return self._take("host.staging", self.parts["embed"].granule_bytes)
+        return self._take(f"{HOST}.staging", self.parts["embed"].granule_bytes)
 
 
 @lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ class Streams:
             tier: Ring(f"{tier}.ring", nbytes, restarts=is_device(tier)) for tier, nbytes in plan.ring_bytes.items()
         }
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
-        self._stage = Ring("host.stage", plan.stage_bytes)
+        self._stage = Ring(f"{HOST}.stage", plan.stage_bytes)
         # By stream and tier: the units that stream, each with the block that computes it.
         self._units_of: dict[tuple[Stream, str], list[tuple[int, int]]] = {}
         # The same units as whole pieces, for passes in which caches cut none of them.
@@ -46,7 +46,7 @@ class Streams:
         """The whole rings."""
         slots = [Slot(ring.arena, 0, ring.nbytes) for ring in self._rings.values()]
         if self._device and self._plan.stage_bytes:
-            slots.append(Slot("host.stage", 0, self._plan.stage_bytes))
+            slots.append(Slot(f"{HOST}.stage", 0, self._plan.stage_bytes))
         return slots
 
     @property

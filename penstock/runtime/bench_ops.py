@@ -30,6 +30,7 @@ from penstock.runtime.ceilings import ceilings
 from penstock.runtime.host import Progress
 from penstock.spec.format import Format, kinds_name
 from penstock.spec.model import ModelSpec
+from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.synth import RandomWeights
 from penstock.units import GIB
@@ -111,7 +112,7 @@ def _fill(plan: Plan, lowering: Lowering, arenas: Arenas) -> None:
         maker.fill(plan.parts[unit.part], unit.lo, unit.hi, arenas.view(slot))
     rng = np.random.default_rng(0)
     for arena in plan.arenas:
-        if arena.name == "host.kv":
+        if arena.name == f"{HOST}.kv":
             # Numbers 0x3c00 … 0x3cff: about 1 in 16-bit formats, and as scales of integers. Small in float32.
             view = arenas.whole(arena.name)
             view[0::2] = rng.integers(0, 256, len(view[0::2]), np.uint8)

@@ -16,7 +16,7 @@ from penstock.runtime.host import Progress
 from penstock.runtime.movers import DiskReader, waited_for
 from penstock.runtime.reread import End, Read, at_median
 from penstock.runtime.uploads import keep_asked, lift_weights
-from penstock.spec.places import HOST
+from penstock.spec.places import HOST, tier_of
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 from penstock.store.verify import require_finite
@@ -62,13 +62,13 @@ def load_weights(
     predictors = (
         reader.start(f"{layer}.predictor", 0, 1, arenas.address(slot))
         for layer, slot in layout.predictors.items()
-        if slot.arena.startswith("host.")
+        if tier_of(slot.arena) == HOST
     )
     copies = (
         reader.start(part, 0, 1, arenas.address(slot))
         for part, slots in layout.copied_norms.items()
         for slot in slots
-        if slot.arena.startswith("host.")
+        if tier_of(slot.arena) == HOST
     )
     predicting = {part.key: part for part in (each.part(plan.target.spec) for each in plan.predictors)}
 
@@ -89,6 +89,6 @@ def load_weights(
             on_progress("loading weights", done, total)
     loaded = FirstLoads(reader.bytes_read, at_median(ends))
     for layer, slot in layout.predictors.items():
-        if slot.arena.startswith("host."):
+        if tier_of(slot.arena) == HOST:
             look(f"{layer}.predictor", arenas.view(slot))
     return loaded

@@ -28,7 +28,7 @@ from penstock.runtime.fit import GOOD_R2, Fit, Points, Tell, fit, fit_well, midd
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
-from penstock.spec.places import CPU, Lane
+from penstock.spec.places import CPU, HOST, Lane
 from penstock.spec.plan import Plan, Unit
 from penstock.units import MIB
 
@@ -283,7 +283,7 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
 
 
 def _kv_bytes(plan: Plan) -> int:
-    return sum(arena.bytes for arena in plan.arenas if arena.name == "host.kv")
+    return sum(arena.bytes for arena in plan.arenas if arena.name == f"{HOST}.kv")
 
 
 def some_numbers() -> NDArray[np.uint8]:
@@ -297,7 +297,7 @@ def some_numbers() -> NDArray[np.uint8]:
 def _fill(plan: Plan, arenas: Arenas) -> None:
     numbers = some_numbers()
     for arena in plan.arenas:
-        if arena.name in ("host.kv", "host.weights"):
+        if arena.name in (f"{HOST}.kv", f"{HOST}.weights"):
             view = arenas.whole(arena.name)
             for lo in range(0, len(view), MIB):
                 piece = view[lo : lo + MIB]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS
 from penstock.spec.machine import Rate, Reads, Sharing
-from penstock.spec.places import is_disk
+from penstock.spec.places import is_disk, reads_disk
 
 READS, TASKS, SMALL, SHARED, LOADS, RAM = (
     "how the disk is best read", "scheduling", "small reads and writes", "the disk beside computing",
@@ -61,7 +61,7 @@ def part_of(rate: Rate, formats: Sequence[str]) -> str:
     if rate.op in _OVERHEADS:
         return TASKS
     if is_disk(rate.lane):
-        return SMALL if rate.op == "fetch" or rate.lane.startswith("disk_write") else LOADS
+        return SMALL if rate.op == "fetch" or not reads_disk(rate.lane) else LOADS
     if rate.op in PRODUCTS:
         return products(rate.format)
     if rate.op == "attend":

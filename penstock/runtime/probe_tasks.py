@@ -131,7 +131,7 @@ def _hand_over_s(plan: Plan, kernels: Native) -> float:
     arenas = Arenas(plan)
     executor = Executor(Dispatch(_WithoutReads(plan, arenas, kernels)))
     executor.recording = False
-    load = Call(ops.Load(Slot("host.ring", 0, 0), 0, 0), 0, None, "*", 0, 0)
+    load = Call(ops.Load(Slot(f"{HOST}.ring", 0, 0), 0, 0), 0, None, "*", 0, 0)
     try:
         start_s = time.perf_counter()
         executor.run(Task(i, (DISK.reads,), (load,), (), (), 0, 0, ()) for i in range(_LOADS))

@@ -38,7 +38,7 @@ def lift_weights(
     if not pieces:
         return
     size = max(slot.nbytes for *_, slot in pieces)
-    halves = [Slot("host.stage", i * size, (i + 1) * size) for i in range(2 if 2 * size <= plan.stage_bytes else 1)]
+    halves = [Slot(f"{HOST}.stage", i * size, (i + 1) * size) for i in range(2 if 2 * size <= plan.stage_bytes else 1)]
     begun: deque[tuple[DiskLoad, Slot, Slot, str]] = deque()
 
     def finish() -> int:

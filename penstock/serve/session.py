@@ -268,7 +268,7 @@ class Session:
             ranges += [(part.key, lo, lo + n, part.least_bytes) for lo in range(0, part.granules, n)]
         if sum(nbytes for *_, nbytes in ranges) < least_bytes or HOST not in plan.ring_bytes:
             return NOTHING
-        ring = self._arenas.whole("host.ring")
+        ring = self._arenas.whole(f"{HOST}.ring")
         try:
             return from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
         finally:
@@ -276,9 +276,9 @@ class Session:
 
     def read_resident(self) -> Read:
         """Times the RAM, for some 20 ms: reads the weights that stay there. NOTHING where none do."""
-        if not self._arenas.sees("host.weights"):
+        if not self._arenas.sees(f"{HOST}.weights"):
             return NOTHING
-        weights = self._arenas.whole("host.weights")
+        weights = self._arenas.whole(f"{HOST}.weights")
         return from_ram(weights.ctypes.data, len(weights), host.usable_threads(self._how.threads))
 
     def drain(self) -> None:

@@ -16,7 +16,8 @@ from penstock.spec.places import GPU, HOST, device, disk, lane_between
 from tests.pure.machine import MACHINE
 from tests.syntax import tree_of
 
-_NAMES = re.compile(r"host|gpu\d+|disk\d+|disk_write\d+|h2d\d+|d2h\d+")
+# The names, and those of arenas, which begin with their tier's.
+_NAMES = re.compile(r"(host|gpu\d+|disk\d+|disk_write\d+|h2d\d+|d2h\d+)(\.\w*)?")
 
 
 def test_one_module_spells_the_names() -> None:

@@ -22,6 +22,7 @@ from penstock.runtime.device.cuda.tables import tables_of
 from penstock.spec.model import Routed
 from penstock.spec.part_keys import norm_before
 from penstock.spec.parts import Part
+from penstock.spec.places import HOST, tier_of
 from penstock.spec.plan import Plan
 
 
@@ -241,7 +242,7 @@ class TorchBinding:
 
     def move(self, source: Slot, target: Slot, lo: int, hi: int) -> None:
         """Copies bytes lo..hi of one slot to the same bytes of another, in ranges that are pinned as one piece."""
-        host, other = (source, target) if source.arena.startswith("host.") else (target, source)
+        host, other = (source, target) if tier_of(source.arena) == HOST else (target, source)
         for a, b in self._pieces(host.arena, host.lo + lo, host.lo + hi):
             shift = other.lo - host.lo
             sides = {host.arena: (a, b), other.arena: (a + shift, b + shift)}

@@ -175,9 +175,9 @@ def _give_back() -> None:
 def _crosses(plan: Plan, arena: str) -> bool:
     """Whether bytes of an arena of the host cross the link. Those of its ring, scratch, window and staging are for the
     CPU alone, and those of its caches too unless the device has caches above them."""
-    if arena == "host.cache":
+    if arena == f"{HOST}.cache":
         return any(is_device(cache.executor) for cache in plan.caches)
-    return arena not in ("host.ring", "host.scratch", "host.window", "host.staging")
+    return arena not in (f"{HOST}.ring", f"{HOST}.scratch", f"{HOST}.window", f"{HOST}.staging")
 
 
 def _ignored(_: object) -> None:

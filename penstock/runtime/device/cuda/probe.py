@@ -169,7 +169,7 @@ class _Layers:
         memory = {}
         for arena in self.plan.arenas:
             place = device if arena.tier == GPU.executor else torch.device("cpu")
-            if arena.name in ("gpu0.weights", "gpu0.kv"):
+            if arena.name in (f"{GPU.executor}.weights", f"{GPU.executor}.kv"):
                 memory[arena.name] = numbers.to(place).repeat(-(-arena.bytes // len(numbers)))[: arena.bytes]
             else:  # zeros: one of these arenas holds tokens, which must be in the vocabulary
                 memory[arena.name] = torch.zeros(arena.bytes, dtype=torch.uint8, device=place)
