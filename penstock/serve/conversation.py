@@ -3,7 +3,7 @@
 A text has many cuts into tokens, and a tokenizer need not cut an answer as the model wrote it. Where it cut otherwise,
 keys and values from there on would be computed again. So a prompt that goes on from the last one is that one's ids, the
 answer's ids, and only what is new is cut. Where a template writes earlier turns otherwise than they were (it leaves out
-what was thought, or spaces), the whole is cut anew: what is the same as before need not be computed all the same.
+what was thought, or spaces), the whole is cut anew. What is the same as before is still not computed again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.serve.tokenizer import Tokenizer
 
 
 class Conversation:
-    """The last prompt of a chat with its answer. `rewritten`: whether the template wrote that otherwise in the prompt
-    that came last."""
+    """The last prompt of a chat with its answer. `rewritten`: whether the template wrote that answer otherwise in the
+    latest prompt."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,11 +38,11 @@ class Conversation:
         return chat
 
     def answered(self, chat: ChatPrompt, text: str, token_ids: Sequence[int]) -> None:
-        """A prompt was answered by these ids, which are `text`. Those of the end of the text are left out."""
+        """Notes the answer to the last prompt: its ids, and their text. Ids that end a text are left out."""
         ends = self._tokenizer.eos_ids
         said = [i for n, i in enumerate(token_ids) if not (i in ends and n == len(token_ids) - 1)]
         self._text, self._ids = chat.text + text, [*chat.ids, *said]
 
     def forget(self) -> None:
-        """The next prompt goes on from none."""
+        """Forgets the last prompt, so that the next one is cut as a whole."""
         self._text, self._ids = "", []

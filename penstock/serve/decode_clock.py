@@ -9,8 +9,9 @@ from penstock.serve.session import Session
 
 
 class DecodeClock:
-    """What passes without rows of prompts took, and gave: `seconds`, `tokens`, `passes`, and `disk_bytes` that they
-    took from slower tiers. `start`: when the first pass begins. `hear`: of each pass, when it has ended."""
+    """Sums over the passes that have no rows of prompts: their `seconds`, their `tokens`, how many `passes` they are,
+    and the `disk_bytes` that they took from slower tiers. Call `start` when the first pass begins, and `hear` with each
+    pass when it has ended."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -21,7 +22,7 @@ class DecodeClock:
         self._end_s = time.perf_counter()
 
     def hear(self, step: Step) -> None:
-        """Tokens beside rows of prompts are no decoding."""
+        """Adds a pass. One with rows of prompts counts for nothing: its tokens are no decoding."""
         start_s, self._end_s = self._end_s, time.perf_counter()
         rows = [each for members in step.rows for each in members]
         if any(each.reads for each in rows):

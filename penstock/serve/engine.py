@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 class Engine:
     """One model, planned and loaded. `solved`: the plan, its prediction and its reasons. `machine`: the figures that
-    the plan was made with. `lately`: these as measured, and by runs of the last days. `notes`: lines about the device
-    for the user.
+    the plan was made with. `lately`: the same figures as they were measured, and as runs of the last days showed them.
+    `notes`: lines about the device for the user.
 
     Threads may share it. A call waits until the calls and streams of other threads have ended. A thread that holds an
     open stream gets BadRequest from every other call, until that stream is read to its end, closed or collected.
@@ -112,8 +112,8 @@ class Engine:
 
     @property
     def guides(self) -> Guides:
-        """Who holds answers to JSON schemas, made when the first one comes. Raises BadRequest where that is not
-        installed."""
+        """The child process that holds answers to JSON schemas. It starts with the first such answer. Raises BadRequest
+        where llguidance is not installed."""
         tokenizer = self.tokenizer
         with self._opening_tokenizer:
             if self._guides is None:
@@ -122,8 +122,8 @@ class Engine:
             return self._guides
 
     def guide(self, params: SamplingParams) -> Guide | None:
-        """Who holds an answer to the schema of `params`; None where it has none. Waits for nothing. Raises as
-        `guides`."""
+        """The guide that holds one answer to the schema of `params`; None without a schema. Does not wait for the
+        child. Raises as `guides`."""
         return None if params.rule is None else self.guides.begin(params.rule)
 
     @property
@@ -230,8 +230,8 @@ class Engine:
         return error_band(self._machine_file, self.lately.measured, self.prediction, self.plan, self.ask.batch)
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the model for a block, for one who steps `session` by himself. Other calls wait. Raises BadRequest
-        where this thread holds an open stream."""
+        """Holds the model for the length of a `with` block, in which the caller steps `session` itself. Other calls
+        wait. Raises BadRequest where this thread holds an open stream."""
         return self._turns.turn()
 
     def require_no_stream(self) -> None:

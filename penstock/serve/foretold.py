@@ -14,11 +14,12 @@ from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Rows, Scheduler, all_rows
 from penstock.spec.plan import Plan
 
-MOST_PASSES = 3000  # of one foretelling. They take 0.2 s, and simulating their kinds took up to 1.4 s the first time
+# Passes of one foretelling. They take 0.2 s. Simulating their kinds took up to 1.4 s the first time.
+MOST_PASSES = 3000
 
 
 class Arrival(NamedTuple):
-    """A request: when it comes, its prompt's tokens and its answer's."""
+    """A request: when it comes, and the numbers of tokens of its prompt and of its answer."""
 
     at_s: float
     prompt: int
@@ -26,7 +27,7 @@ class Arrival(NamedTuple):
 
 
 class ForetoldRequest(NamedTuple):
-    """Of a request: seconds that it waits for a sequence, until its first token, and until its last."""
+    """What becomes of a request: the seconds until it gets a sequence, until its first token, and until its last."""
 
     wait_s: float
     ttft_s: float
@@ -34,7 +35,7 @@ class ForetoldRequest(NamedTuple):
 
 
 class Newcomer(NamedTuple):
-    """What a request would find that came now.
+    """What a request would find if it came now.
 
     place           requests that are taken before it
     wait_s          seconds that it waits for a sequence
@@ -69,11 +70,11 @@ def foretell(plan: Plan, times: PassTimes, prompt_rows: int, arrivals: Sequence[
 def newcomer(
     scheduler: Scheduler, times: PassTimes, left: Mapping[int, int], prompt: int, output: int, now_s: float
 ) -> Newcomer:
-    """What a request of `prompt` tokens would find that came now, to have `output` tokens. Half of the pass under way
-    is taken to be over. Raises QueueFull.
+    """What a request of `prompt` tokens would find if it came now and its answer had `output` tokens. Half of the pass
+    under way is taken to be over. Raises QueueFull.
 
-    scheduler       is stepped, so it is to be a twin
-    left            tokens that each of its requests will say after that pass
+    scheduler       a copy of the service's, since it is stepped here
+    left            for each of its requests, the tokens of the answer after that pass
     """
     begin_s = now_s + _pass_s(scheduler.underway, times) / 2
     clock = VirtualClock(scheduler, times, left, begin_s)
@@ -94,8 +95,8 @@ def newcomer(
 
 
 def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]:
-    """The passes until `count` requests with one prompt, int32 [n], have their first tokens, where nobody else asks and
-    all wait for whole answers, of `output` tokens if the context has room. `count`: at most what the plan has room for
+    """The passes until `count` requests with one prompt, int32 [n], have their first tokens, where there are no other
+    requests, and each answer has `output` tokens if the context has room. `count`: at most what the plan has room for
     at once."""
 
     def ids(_request: int, start: int, tokens: int) -> Ids:
@@ -115,9 +116,10 @@ def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]
 
 
 class VirtualClock:
-    """A scheduler and a clock that its passes move. Of each request that was submitted here: when it got a sequence,
-    when it said its first token and when its last. `left`: tokens that requests which are there already will say.
-    `rows`, `over`: rows of the latest pass, and the requests that ended in it."""
+    """A scheduler and a clock that its passes move. For each request that was submitted here it knows when the request
+    got a sequence, its first token and its last. `left`: for each request that the scheduler has from the start, the
+    tokens of its answer that are still to come. `rows`, `over`: rows of the latest pass, and the requests that ended in
+    it."""
 
     def __init__(self, scheduler: Scheduler, times: PassTimes, left: Mapping[int, int], now_s: float = 0.0) -> None:
         self._scheduler, self._times, self._left, self.now_s = scheduler, times, dict(left), now_s
@@ -127,12 +129,12 @@ class VirtualClock:
         self.rows, self.over = 0, list[int]()
 
     def submit(self, number: int, prompt: Ids, output: int, at_s: float) -> None:
-        """A request comes, with a prompt int32 [n], that will say `output` tokens."""
+        """Submits a request with a prompt int32 [n], whose answer will have `output` tokens."""
         self._scheduler.submit(number, prompt, 0, at_s)
         self._left[number] = output
 
     def step(self) -> bool:
-        """Takes the next pass. False where nobody wants one."""
+        """Takes the next pass. False if no request wants one."""
         if (step := self._scheduler.next(self.now_s)) is None:
             return False
         rows = [each for members in step.rows for each in members]

@@ -15,8 +15,8 @@ from penstock.serve.scores import Scores
 
 
 class Used(NamedTuple):
-    """Tokens of prompts and of answers to them. `cached`: of the prompts, that were read for earlier ones. `wait_s`:
-    seconds until the first of the answers had a sequence."""
+    """Tokens of prompts and of answers to them. `cached`: those tokens of the prompts that an earlier prompt had been
+    read with. `wait_s`: seconds until the first of the answers had a sequence."""
 
     prompt: int
     output: int
@@ -29,9 +29,9 @@ class Generation:
     """An answer to a prompt. Byte counts are of the whole batch that it ran in.
 
     `finish_reason`: stop (end of text or a stop string) or length. `context_full`: the answer ends because the context
-    is full, before the length that was asked for. `wait_s`: seconds from the request until it had a sequence, where
-    others were before it. `ttft_s`: seconds from the request to its first token.
-    `inter_token_s`: seconds between its tokens."""
+    is full, before the length that was asked for. `wait_s`: seconds from the request until it had a sequence; above 0
+    where other requests were before it. `ttft_s`: seconds from the request to its first token. `inter_token_s`: seconds
+    between its tokens."""
 
     prompt_tokens: int
     batch: int
@@ -71,8 +71,8 @@ class Generation:
         return self.decode_disk_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def answer(self) -> dict[str, Any]:
-        """The JSON fields of the answer itself: its text, its length, and why it ends there. `cached_tokens`: of
-        the prompt, that were read for an earlier answer."""
+        """The JSON fields of the answer itself: its text, its length, and why it ends there. `cached_tokens`: tokens of
+        the prompt that had been read for an earlier answer."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -84,8 +84,9 @@ class Generation:
         }
 
     def report(self, prediction: Prediction, share_of_bound: float | None = None) -> dict[str, Any]:
-        """The fields of `run --json`: the answer, and the times and bytes of it and its batch. `share_of_bound`: of the
-        speed that disk and RAM allowed in this run's own minute (`serve.run_bound`); None where it is not known."""
+        """The fields of `run --json`: the answer, and the times and bytes of it and its batch. `share_of_bound`: how
+        much of the speed that disk and RAM allowed in this run's own minute was reached (`serve.run_bound`); None where
+        it is not known."""
         return {
             **self.answer(),
             "ttft_s": self.batch_ttft_s,
@@ -118,8 +119,8 @@ def percentiles(gaps: list[float]) -> dict[str, float]:
 
 
 def used(prompt_tokens: int, answers: Sequence[Generation], n: int) -> Used:
-    """The tokens of whole answers, of which each prompt has `n`, one after the other. A prompt counts once, and what
-    was there of it already is what its first answer found."""
+    """The tokens of whole answers, of which each prompt has `n`, one after the other. A prompt counts once. `cached` is
+    what its first answer found."""
     said = sum(answer.output_tokens for answer in answers)
     cached = sum(answer.cached_tokens for answer in answers[::n])
     return Used(prompt_tokens, said, cached, min((answer.wait_s for answer in answers), default=0.0))

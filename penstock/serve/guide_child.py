@@ -1,8 +1,8 @@
-"""The child process that says which tokens may come next, for answers that follow a rule. `guides` starts it.
+"""The child process that says which tokens may come next in answers that follow a rule. `guides` starts it.
 
-Rules are JSON schemas and grammars, and come from clients. To compile one may take any time and memory, and so may a
-step: patterns are automata. So llguidance, which does both, is loaded here alone, and each request has limits as in
-`confined_child`.
+Rules are JSON schemas and grammars, and come from clients. To compile a rule may take any time and memory, and so may
+each step of an answer, because patterns become automata. So llguidance, which does both, is loaded here alone, and each
+request has limits as in `confined_child`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUMBERED = 32  # masks that both sides keep; the one that was asked for longest 
 
 
 class Matchers:
-    """The answers that follow a rule, by number. `tokens`: the bytes of each id as Latin-1, "" where it may never
+    """Knows the answers that follow a rule, by number. `tokens`: the bytes of each id as Latin-1, "" where it may never
     come."""
 
     def __init__(self, tokens: list[str]) -> None:
@@ -97,20 +97,20 @@ class Matchers:
         return str(matcher.grammar_from_lark(text))
 
     def begin(self, number: int, kind: str, text: str, tokens: list[int]) -> Mask:
-        """A new answer, which has some tokens already. Returns the mask of the next one. Raises BadRequest."""
+        """Begins an answer that has some tokens already, and returns the mask of the next one. Raises BadRequest."""
         self.check(kind, text)
         matcher = self._open[number] = self._compiled[kind, text].deep_copy()
         matcher.consume_tokens(tokens)
         return self._mask(matcher)
 
     def step(self, number: int, token: int) -> Mask:
-        """The answer has one more token. Returns the mask of the next one. Raises BadRequest."""
+        """Notes one more token of an answer, and returns the mask of the next one. Raises BadRequest."""
         matcher = self._open[number]
         matcher.consume_token(token)
         return self._mask(matcher)
 
     def drop(self, number: int) -> None:
-        """The answer has ended."""
+        """Forgets an answer that has ended."""
         self._open.pop(number, None)
 
     def _mask(self, matcher: Any) -> Mask:

@@ -1,8 +1,9 @@
-"""Answers that follow a JSON schema or a grammar: which tokens may come next, said by a child process while the model
+"""Holds answers to a JSON schema or a grammar: a child process says which tokens may come next, while the model
 computes.
 
 A token is told to the child as soon as it is chosen. The mask of the next one is computed while the pass runs that
-gives its logits, so a mask costs no time where a pass takes longer than it: below a millisecond for most schemas.
+gives its logits. So a mask costs no time where the pass takes longer. A mask of most schemas takes less than a
+millisecond.
 
 One child serves all answers, and remembers them. A schema that makes it take too much time or memory ends it. The
 answer that asked is tried again in a new child, where nothing else takes memory, and ends with an error if it breaks
@@ -111,12 +112,12 @@ class Guides:
         self._left: deque[int] = deque()  # answers that nobody holds any more
 
     def check(self, rule: Rule) -> None:
-        """Compiles a rule, and waits for it. Raises BadRequest where it cannot be followed, or takes more than it
-        may."""
+        """Has the child compile a rule, and waits for that. Raises BadRequest where the rule cannot be followed, or
+        takes more than it may."""
         self._worker.submit(self._ask, "check", list(rule), _COMPILE_S).result()
 
     def begin(self, rule: Rule) -> Guide:
-        """Guides an answer from its first token on. Waits for nothing."""
+        """Guides an answer from its first token on. Returns at once."""
         with self._counting:
             self._number += 1
             guide = Guide(self, self._number, rule)
@@ -135,7 +136,7 @@ class Guides:
         return self._confined.peak_bytes
 
     def later(self, known: _Known, tokens: list[int]) -> Future[Allowed]:
-        """What may come after these tokens of an answer."""
+        """The promise of what may come after these tokens of an answer."""
         return self._worker.submit(self._next, known, tokens)
 
     # -- the worker's thread ---------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Guides:
         self._ensure()
         try:
             mask = self._mask(known, tokens)
-        except _Broken:  # perhaps by what other answers hold: once more, alone
+        except _Broken:  # perhaps because of what other answers hold, so it is tried once more alone
             self._ensure()
             try:
                 mask = self._mask(known, tokens)
@@ -219,7 +220,7 @@ class Guides:
         return Request(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
 
     def _drop_left(self) -> None:
-        """The child forgets answers that nobody holds any more."""
+        """Makes the child forget the answers that nobody holds any more."""
         while self._left:
             number = self._left.popleft()
             if self._confined.lives:
@@ -251,14 +252,14 @@ class Guide:
         return self._next.result()
 
     def push(self, token: int) -> None:
-        """The answer has one more token, one that was allowed and does not end it."""
+        """Notes one more token of the answer. It was allowed, and does not end the answer."""
         self._tokens.append(token)
         self._next = self._guides.later(self._known, list(self._tokens))
 
 
 def memory_left(within_bytes: int | None, planned_bytes: int, tokenizer: Tokenizer, vocab: int) -> int:
-    """Memory that the child may take now. `within_bytes`: the most of this process and its children; None for no
-    limit. `planned_bytes`: that the plan has for the child."""
+    """Memory that the child may take now. `within_bytes`: the most that this process and its children may take; None
+    for no limit. `planned_bytes`: what the plan has for the child."""
     if within_bytes is None:
         return 2 * guide_bytes(vocab)
     return max(planned_bytes, within_bytes - host.rss_bytes() - tokenizer.peak_bytes)

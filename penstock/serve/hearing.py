@@ -1,4 +1,5 @@
-"""Who hears what routers and FFNs say while a session runs its passes, and who answers in place of routers."""
+"""Tells listeners what routers and FFNs say while a session runs its passes, and lets a test answer in place of
+routers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Hearing:
     """The listeners of one session. `orders`: layer → the order in which its neurons lie (`spec.order`).
 
     The session reads the attributes. `answer`: says which experts the rows of a router's call go to, for caches that
-    ask. `given`: what `answered_by` put in its place, or None. `heard`: who hears what was answered."""
+    ask. `given`: the function that `answered_by` put in its place, or None. `heard`: the listener to these answers."""
 
     def __init__(self, plan: Plan, binding: Binding, orders: Mapping[int, Sequence[int]]) -> None:
         self._plan, self._binding, self._orders = plan, binding, orders
@@ -31,7 +32,7 @@ class Hearing:
     @contextmanager
     def routers(self, heard: OnRoute) -> Iterator[None]:
         """In this block `heard` is called with the answer of every router, call by call. Passes are slower in it.
-        Raises BadRequest where a router is on a device, which tells nobody."""
+        Raises BadRequest where a router is on a device, since devices do not report answers."""
         parts = self._plan.parts
         if any(parts[unit.part].kind == "router" and unit.home != HOST for unit in self._plan.units):
             raise BadRequest("this plan has routers on a device, where they are not heard: give --device none")
@@ -45,8 +46,8 @@ class Hearing:
     def neurons(self, heard: OnFired, by_place: bool = False) -> Iterator[None]:
         """In this block `heard` is called with each layer, its FFN's input, float32 [T, D], and, uint8 [T, neurons],
         which of its neurons fired in each row, by the checkpoint's numbers, or `by_place` as they lie. Both arrays hold
-        for that call. Passes are slower in it, and of one batch. Raises BadRequest where a device computes FFNs, or
-        numpy, which tell nobody."""
+        for that call. Passes are slower in it, and of one batch. Raises BadRequest where a device or numpy computes
+        FFNs, since these do not report who fired."""
         parts = self._plan.parts
         here = all(unit.prefill == unit.decode == HOST for unit in self._plan.units if parts[unit.part].kind == "ffn")
         if not here:

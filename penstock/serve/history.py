@@ -60,8 +60,8 @@ _ENOUGH_ALIKE = 2.0  # the sum of the likenesses of all runs that count
 @dataclass(frozen=True)
 class Phase:
     """One of the two phases of a run: until the first tokens, or a decode pass. `bound_by`: the lane that was predicted
-    to be busiest. `dominant`: the machine's figure that `predicted_s` depends on most. `taken`: so many times as long
-    as measured that figure was taken, by the runs of the days before."""
+    to be busiest. `dominant`: the machine's figure that `predicted_s` depends on most. `taken`: how many times as long
+    as measured the prediction took that figure to be, by the runs of the days before."""
 
     predicted_s: float
     measured_s: float
@@ -80,8 +80,8 @@ class Phase:
         return self.log_ratio + math.log(self.taken)
 
     def likeness(self, predicted_s: float, bound_by: str) -> float:
-        """How much this phase tells of a prediction of `predicted_s` that is bound by this lane, from 0 to 1: 1 less
-        the decades between the two predicted times, and 0 where another lane binds."""
+        """How much this phase tells of a prediction of `predicted_s` that is bound by this lane, from 0 to 1. It is 1
+        less the decades between the two predicted times, and 0 where another lane binds."""
         if bound_by != self.bound_by or not predicted_s > 0:
             return 0.0
         return max(0.0, 1 - abs(math.log10(predicted_s) - math.log10(self.predicted_s)) / _DECADES)
@@ -110,7 +110,7 @@ class Run:
     elsewhere: bool = False
 
     def passes(self, phase: Phase) -> int:
-        """How many passes a phase of this run had; the first one counts as one."""
+        """How many passes a phase of this run had. The phase until the first tokens counts as one pass."""
         return self.decode_steps if phase is self.step else 1
 
 
@@ -155,9 +155,9 @@ def note_run(
     reads: Sequence[Pass] = (), taken: MachineSpec | None = None, folder: Path | None = None,
 ) -> None:  # fmt: skip
     """Keeps a run. `machine`: with its figures as measured; `taken`: as the prediction took them, where that differs.
-    `reads`: the passes that it predicts for the prompts, where these are others than the plan's. `folder`: the model's,
-    whose disk may be another one than that of the machine's file, which was measured. Where the file cannot be written,
-    nothing is kept and nothing raised: the answer is good all the same."""
+    `reads`: the passes that it predicts for the prompts, where these are others than the plan's. `folder`: the model's.
+    Its disk may be another one than the disk that was measured, on which the machine's file lies. If the file cannot be
+    written, nothing is kept and nothing is raised, since the answer is good."""
     taken = taken or machine
     steps, batch = generation.decode_steps, generation.batch
     if steps < _LEAST_STEPS:
@@ -202,7 +202,7 @@ def note_run(
 
 
 def _on_one_disk(one: Path, other: Path) -> bool:
-    """Whether two folders are on one file system; taken to be so where nobody can say."""
+    """Whether two folders are on one file system. True if the system cannot say."""
     try:
         return one.stat().st_dev == other.stat().st_dev
     except OSError:
@@ -254,8 +254,8 @@ def _sparsity(plan: Plan) -> str:
 
 def _width(seen: list[tuple[float, float]]) -> Width:
     """The factor that the error stayed within for `_SHARE_WITHIN` of the alike runs, each weighted by its likeness. It
-    is at least `_LEAST` and at most `_MOST`. The usual width where too few runs are alike, or not enough. `seen`:
-    (likeness, log ratio), oldest first."""
+    is at least `_LEAST` and at most `_MOST`. It is the usual width if too few runs are alike, or if their likenesses
+    add up to too little. `seen`: (likeness, log ratio), oldest first."""
     alike = [(likeness, log_ratio) for likeness, log_ratio in seen if likeness >= _LEAST_ALIKE][-_RECENT:]
     total, reached, within = sum(likeness for likeness, _ in alike), 0.0, 0.0
     if len(alike) < _ENOUGH_RUNS or total < _ENOUGH_ALIKE:

@@ -12,8 +12,8 @@ from penstock.serve.session import Session
 
 
 class Keeper:
-    """`store`: where pages are kept; None for nowhere. `saves`: whether pages are still stored, which ends when the
-    store fails."""
+    """`store`: where pages are kept; None for nowhere. `saves`: whether pages are still stored. It becomes false when
+    the store fails."""
 
     def __init__(self, session: Session, store: KvStore | None) -> None:
         self._session, self._store = session, store
@@ -25,7 +25,7 @@ class Keeper:
         return (lambda _: False) if self._store is None else self._store.__contains__
 
     def keep(self, page: int, digest: bytes) -> None:
-        """Stores a page. Where the store fails, no more are stored. Raises what saves of the last pass raise."""
+        """Stores a page. Where the store fails, no more are stored. Raises what the saves of the last pass raised."""
         if self._store is None or not self.saves:
             return
         pages = self._session.settled_kv()

@@ -19,14 +19,14 @@ Ids = NDArray[np.int32]
 
 
 class Held:
-    """The tokens whose keys and values each sequence of a plan holds, by what passes did."""
+    """The tokens whose keys and values each sequence of a plan holds. They follow from the passes that ran."""
 
     def __init__(self) -> None:
         self._ids: dict[int, array[int]] = {}
 
     def note(self, p: Pass, tokens: Sequence[Ids]) -> None:
-        """A pass has ended well. `tokens[i]`, int32 [T]: the ids of its batch i. Where sequences share pages, the pages
-        of every number are taken, and nothing is held."""
+        """Notes a pass that has ended well. `tokens[i]`, int32 [T]: the ids of its batch i. If sequences share pages, a
+        number has no pages of its own, and nothing is held."""
         if any(batch.pages for batch in p.batches):
             self._ids.clear()
             return
@@ -40,8 +40,8 @@ class Held:
                 first += rows
 
     def broke_off(self, p: Pass) -> None:
-        """A pass was broken off, by Ctrl-C. It has written nothing before the rows that it computes, so what its
-        sequences held before these is there still."""
+        """Notes a pass that Ctrl-C broke off. It has written nothing before the rows that it computes. So its sequences
+        still hold what lies before these rows."""
         if any(batch.pages for batch in p.batches):
             self._ids.clear()
             return
@@ -50,7 +50,7 @@ class Held:
                 del self._ids.setdefault(seq, array("i"))[start:]
 
     def forget(self) -> None:
-        """What sequences hold is not known any more: a pass failed."""
+        """Forgets what sequences hold. After a pass that failed nobody knows it."""
         self._ids.clear()
 
     def of(self, seq: int) -> Ids:

@@ -1,11 +1,11 @@
 """Keeps KV pages in a folder, so that prompts go on from them after a restart: one file a page, named by the digest of
 all tokens up to its end (`serve.pages`).
 
-A file is the checksum of its content, then the page's K and V layer after layer, as they lie in the pools, wherever
-these are: a plan with KV on a disk finds what one with KV in RAM has kept. What a file
-holds is compared with its checksum when it is read. A file that is wrong is removed, and its tokens go through the
-model again. Pages of another model, format or length lie in another folder, whose name is a digest of all these. The
-folder is for its owner alone, since whoever has the KV of a text, and the model, can find out the text.
+A file is the checksum of its content, then the page's K and V layer after layer, as they lie in the pools. It does not
+matter where pools lie: a plan with KV on a disk finds what a plan with KV in RAM has kept. What a file holds is
+compared with its checksum when it is read. A file that is wrong is removed, and its tokens go through the model again.
+Pages of another model, format or length lie in another folder, whose name is a digest of all these. The folder is for
+its owner alone, since whoever has the KV of a text, and the model, can find out the text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.spec import codec
 from penstock.spec.plan import Plan
 from penstock.store.files import Output, is_aside, open_regular, storage_errors
 
-Parts = Iterable[NDArray[np.uint8]]  # of a page, one after the other; a part holds until the next one is asked for
+Parts = Iterable[NDArray[np.uint8]]  # of a page, in order; a part is valid until the next one is asked for
 _NAME = re.compile(r"[0-9a-f]{32}\.kv")
 _SUM_BYTES = 32
 _FORMAT = b"penstock KV page 1"
@@ -40,7 +40,7 @@ def store_key(plan: Plan, sums: bytes | None, exact: bool) -> bytes:
         raise BadRequest("pages are kept by the checksums of the weights: leave out --no-verify, or --keep-kv")
     tokens = (plan.page_tokens, plan.page_tokens * Layout(plan).kv.page_group)
     about = [codec.to_json(plan.target.spec), plan.target.weights.name, tokens, plan.context, exact]
-    if plan.sparsity in ("predict", "threshold"):  # what these leave out changes K and V of later layers
+    if plan.sparsity in ("predict", "threshold"):  # neurons that are left out change K and V of later layers
         about += [plan.sparsity, plan.levels]
     if plan.value_share < 1:  # and so do values that attention leaves out
         about.append(plan.value_share)
@@ -75,7 +75,7 @@ class KvStore:
         return digest in self._pages
 
     def use(self, digests: Iterable[bytes]) -> None:
-        """These pages will be read: others go before them."""
+        """Notes that these pages will be read. Other pages are removed before them."""
         for digest in digests:
             if digest in self._pages:
                 self._pages.move_to_end(digest)

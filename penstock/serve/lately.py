@@ -50,7 +50,7 @@ class Taken:
     """Rates of a lane that are taken otherwise than measured. `format`: of the processor's; "*" of a disk's. `term`:
     s_per_byte or s_per_flop. `times`: the factor of their seconds. `runs`: how many were seen, the oldest
     `oldest_s` ago. `figure`: the rate that most of these depended on. `before`, `now`: its seconds as measured, as
-    taken. `bounded`: whether runs ask for more."""
+    taken. `bounded`: whether runs show a larger factor than is allowed."""
 
     lane: Lane
     format: str

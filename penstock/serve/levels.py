@@ -54,7 +54,7 @@ def find(
 
 
 def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> list[Float32]:
-    """Of each layer what its FFN gets in some runs of tokens, float32 [tokens, D]."""
+    """The inputs of each layer's FFN in some runs of tokens, float32 [tokens, D]."""
     spec, runs = engine.packed.spec, len(ids) // RUN_TOKENS
     chosen = {run * runs // min(runs, MOST_RUNS) for run in range(min(runs, MOST_RUNS))}
     kept: list[list[Float32]] = [[] for _ in spec.layers]

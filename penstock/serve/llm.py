@@ -43,14 +43,14 @@ class LLM:
 
     `model`: a packed model, a Hugging Face folder or a GGUF file (packed into the cache on first use), a name on the
     Hub (`org/name[:revision][/file.gguf]`, `org/name:Q4_K_M`), or of what Ollama or LM Studio keeps here
-    (`ollama:llama3.2:1b`, `lmstudio:publisher/model`). `where`: other places to look for these.
-    Sizes are numbers of bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its
-    checksum when it is read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default
-    ~/.cache/penstock. The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is
-    set, name its subfolder `penstock` here. `score_rows`: tokens that `score` takes a pass; each takes memory
-    for one float32 an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`. `attention`: "full", or for
-    instance "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy).
-    `on_progress(text, done, total)`: is called while downloading, packing and loading.
+    (`ollama:llama3.2:1b`, `lmstudio:publisher/model`). `where`: other places to look for these. Sizes are numbers of
+    bytes or strings such as "6GiB". `verify`: every byte of the packed model is compared with its checksum when it is
+    read first; DamagedModel names file, part and granule. `cache`: the folder of the cache, default ~/.cache/penstock.
+    The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is set, name its
+    subfolder `penstock` here. `score_rows`: how many tokens a pass of `score` takes. Each takes memory for one float32
+    an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`. `attention`: "full", or for instance
+    "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy). `on_progress(text,
+    done, total)`: is called while downloading, packing and loading.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
     them PenstockErrors.
@@ -111,8 +111,8 @@ class LLM:
 
     def generate(self, prompts: Prompts, params: SamplingParams | None = None) -> list[RequestOutput]:
         """Completes each prompt as it stands; no chat template is applied. A prompt is a text or a list of token ids.
-        `params.n` answers to a prompt read it once. Threads may call it at once: their prompts share passes, as many at
-        a time as `batch` says. Raises TypeError for prompts that are neither, and as `Service.generate`."""
+        `params.n` answers to one prompt read the prompt once. Threads may call it at once: their prompts share passes,
+        as many at a time as `batch` says. Raises TypeError for prompts that are neither, and as `Service.generate`."""
         texts = prompt_list(prompts)
         chosen = checked_params(params)
         encode = self.engine.tokenizer.encode
@@ -129,9 +129,9 @@ class LLM:
         return self._answers([None] * len(ids), ids, chosen)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer to one prompt, a text or token ids, in pieces as they become certain. It begins with the first
-        piece that is asked for, and ends early where the iterator is closed. Raises TypeError and BadRequest here, and
-        what fails an answer where its next piece is asked for."""
+        """The answer to one prompt, a text or token ids, in pieces as they become certain. The answer begins when the
+        first piece is asked for, and ends early if the iterator is closed. Raises TypeError and BadRequest here. An
+        error that ends the answer is raised when its next piece is asked for."""
         (one,) = prompt_list([prompt])
         chosen = one_answer(checked_params(params))
         ids = self.engine.tokenizer.encode(one) if isinstance(one, str) else one
@@ -144,7 +144,7 @@ class LLM:
         return self._held(self.service().stream(self.chat_ids(one), chosen))
 
     def _held(self, pieces: Iterator[str]) -> Iterator[str]:
-        """The pieces of an answer. While somebody takes them this object stays, and its model with it."""
+        """Yields the pieces of an answer. This object and its model stay as long as somebody takes pieces."""
         yield from pieces
 
     def chat_ids(self, messages: Messages) -> list[int]:
@@ -179,7 +179,7 @@ class LLM:
         """An embedding of each text, float32 [texts, D]: its hidden states behind the final norm, pooled. A text is a
         string or a list of token ids. `pooling`: last or mean; None for what the model was made for, and the last token
         for models that were not made for embeddings at all (`makes_embeddings`). `normalize`: at length 1.
-        `dimensions`: only the first so many numbers, which keeps the meaning of models alone that were trained for it.
+        `dimensions`: only so many of the first numbers. They keep their meaning only if the model was trained for that.
         Raises as `generate`, BadRequest for more dimensions than there are."""
         given, width = prompt_list(texts), require_dimensions(dimensions, self.engine.plan.target.spec.d_embed)
         chosen = chosen_pooling(pooling, self.engine.pooling)
@@ -199,7 +199,7 @@ class LLM:
         self.engine.close()
 
     def service(self) -> Service:
-        """Who answers all threads together, made for the first one."""
+        """The service that answers all threads together. It is made for the first one."""
         with self._starting:
             if self._service is None:
                 self._service = Service.of_whole_answers(self.engine)
@@ -212,7 +212,7 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        # Who still waits for an answer holds this object, so no request is open. A model that failed to load has no
+        # Whoever waits for an answer holds this object. So no request is open here. A model that failed to load has no
         # engine, and while the interpreter ends anything may be gone.
         with suppress(Exception):
             self.engine.close()

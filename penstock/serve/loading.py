@@ -40,7 +40,7 @@ class Loading(Running):
     other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
     answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
     of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
-    make the plan of another system, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
+    the plan of another system is wanted, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
     checksum when it is read first. `tokenizer`: the model's, where it is open already.
     """
 
@@ -87,7 +87,7 @@ class Planned:
         return self.chosen.open(limit if asked is None else min(limit, asked))
 
     def device_reasons(self, device: Device | None) -> tuple[str, ...]:
-        """Why this device computes, or why none does. Empty where none does and nobody asked for one. `device`: as
+        """Why this device computes, or why none does. Empty if none does and the user asked for none. `device`: as
         `open_device` returned it."""
         if device is not None:
             return (device.description,)
@@ -174,7 +174,7 @@ def _solved(
 
     if not ask.grow_context and ask.context is None:
         return ask, solving(ask), None
-    from penstock.planner.room import cost_of_context, grown  # which most runs do not ask
+    from penstock.planner.room import cost_of_context, grown  # most runs do not ask it
 
     if ask.grow_context:
         return grown(ask, packed.spec, solving)
@@ -184,7 +184,7 @@ def _solved(
 
 def _of_family(family: str, problem: Problem) -> Plan:
     """Raises BadRequest where the family has no plan for this problem."""
-    from penstock.planner.families import plan_of  # with solvers that most runs do not ask
+    from penstock.planner.families import plan_of  # it imports solvers that most runs do not ask
 
     plan = plan_of(family, problem)
     if plan is None:

@@ -43,7 +43,7 @@ def locate(
     be of no use. Raises BadRequest where there is none; UnsupportedModel, BrokenModel, StorageFailed."""
     found = _kept(model, where, tell)
     if found is not None:
-        if "snapshots" in found.path.absolute().parts:  # as a rule it is not, and huggingface_hub takes long to import
+        if "snapshots" in found.path.absolute().parts:  # seldom true, and huggingface_hub takes long to import
             from penstock.hubs.transfer import pin_path
 
             pin_path(found.path)
@@ -62,8 +62,8 @@ def locate(
 
 @contextmanager
 def to_plan(model: str, where: Where, tell: Tell | None = None) -> Iterator[Path]:
-    """Yields a path that says of MODEL what a plan needs. Of a model of the Hub that is not here headers alone are
-    read. Raises as `locate`."""
+    """Yields a path that has what a plan needs of MODEL. Of a model of the Hub that is not here only headers are read.
+    Raises as `locate`."""
     found = _kept(model, where, tell)
     name = hub_name(model) if found is None else None
     if found is not None or name is None:
@@ -94,7 +94,7 @@ def named_on_the_hub(model: str) -> HubName:
 
 
 def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
-    """What MODEL means without the Hub; None where only the Hub may have it. Raises BadRequest."""
+    """The files that MODEL means without the Hub; None if only the Hub may have them. Raises BadRequest."""
     name, path = hub_name(model), _path(model)
     if name is not None and name.sure:
         return None

@@ -1,4 +1,4 @@
-"""Turns what is told of neurons by their place in a packed model into the checkpoint's numbers."""
+"""Turns arrays over the neurons of a packed model, which go by place, into the checkpoint's order."""
 
 from __future__ import annotations
 

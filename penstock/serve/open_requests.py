@@ -1,4 +1,5 @@
-"""The requests of a service that have not ended, and what passes say to them. Of these, one that fails, fails alone."""
+"""The requests of a service that have not ended, and what passes say to them. A request that fails does not end
+others."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ class OpenRequest:
     tell: Tell
     priority: int
     arrived_s: float
-    last_s: float  # when it was told of the last token, or when it came
+    last_s: float  # when it got its last token, or when it came
     begun: bool = False  # whether it had rows in a pass
-    tokens: int = 0  # of its answer, that it was told of
+    tokens: int = 0  # tokens of its answer that it was told of
     cancelled: bool = False
 
     def note_token(self) -> None:
@@ -61,9 +62,9 @@ class OpenRequests(dict[int, OpenRequest]):
         self, rows: Sequence[Rows], logits: NDArray[np.float32], best: Sequence[tuple[float, int]],
         hidden: NDArray[np.float32] | None, ended: dict[int, Told],
     ) -> list[Rows]:  # fmt: skip
-        """Gives each request its rows of a batch: `logits` float32 [n, V], the largest of each row with its id, and
-        `hidden` float32 [T, D]. Returns the rows of those that have chosen a token. Embeddings that are whole,
-        and what failed, are put into `ended`."""
+        """Gives each request its rows of a batch: `logits` float32 [n, V], the largest logit of each row with its id,
+        and `hidden` float32 [T, D]. Returns the rows of the requests that have chosen a token. Requests whose embedding
+        is whole, and requests that failed, are put into `ended`."""
         speaking: list[Rows] = []
         end = last = 0
         for r in rows:
@@ -95,7 +96,8 @@ class OpenRequests(dict[int, OpenRequest]):
             reply.choose(logits[-1], best[-1])
 
     def say(self, speaking: Sequence[Rows], ended: dict[int, Told]) -> list[tuple[Tell, Told]]:
-        """What requests are to be told of the tokens that they have chosen. Answers that end are put into `ended`.
+        """What the clients of requests are to be told of the tokens that were chosen. Answers that end are put into
+        `ended`.
 
         Texts are asked for together. With a request to the tokenizer's process, and a wake of the clients' loop, for
         each of eight answers a pass took 286 ms instead of 222. Meanwhile a disk of 2.7 GB/s fills a ring of 64 MiB in
@@ -123,7 +125,7 @@ class OpenRequests(dict[int, OpenRequest]):
 
 
 def failure(error: Exception) -> Failed:
-    """What a request is told whose answer an error has ended."""
+    """What the client is told of a request whose answer an error has ended."""
     if isinstance(error, PenstockError):
         return Failed(error)
     return Failed(InternalError(f"{type(error).__name__}: {error}"))
@@ -131,7 +133,7 @@ def failure(error: Exception) -> Failed:
 
 @contextmanager
 def _failing_alone(rows: Rows, ended: dict[int, Told]) -> Iterator[None]:
-    """What fails in this block ends the answer of these rows, and no other."""
+    """An error in this block ends the answer of these rows, and no other."""
     try:
         yield
     except Exception as error:

@@ -39,7 +39,8 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """What came of a prompt. `prompt`: its text; None where it was given as ids or as messages. `outputs`: its `n`
-    answers. `cached_tokens`: of the prompt, that were read for an earlier answer. The rest is the first answer's."""
+    answers. `cached_tokens`: tokens of the prompt that had been read for an earlier answer. The properties are those
+    of the first answer."""
 
     prompt: str | None
     prompt_token_ids: list[int]
