@@ -42,7 +42,7 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 class QueueFull(BadRequest):
-    """So many requests wait already that no more are taken. To be tried again later."""
+    """So many requests wait already that no more are taken. The client may try again later."""
 
 
 class Rows(NamedTuple):
@@ -50,9 +50,9 @@ class Rows(NamedTuple):
 
     reads   whether they are tokens to read: of the prompt, or of an answer begun before the request gave its pages
             back. Else there is one row, of the answer's last token
-    logits  so many of the last rows want logits
+    logits  so many of the last rows are to have logits
     says    whether the last row gives a token, or ends a prompt that is pooled
-    hidden  so many of the last rows want hidden states
+    hidden  so many of the last rows are to have hidden states
     """
 
     request: int
@@ -81,16 +81,16 @@ class _Request:
     owner: str
     priority: int
     arrived_s: float
-    order: int  # in which requests arrived
+    order: int  # the order in which requests arrived
     scores: bool  # logits of every token of the prompt are wanted
-    most: int | None  # tokens of its answer, where no pass is expected after the last request's
+    most: int | None  # the most tokens of its answer, where no pass is expected after the last request's
     pools: Pool | None  # which hidden states of its prompt are wanted, in place of logits
-    seq: int = -1  # of the plan, while it has one
+    seq: int = -1  # the plan's sequence that it has, if any
     table: Table | None = None  # its pages, while it has a sequence
-    read: int = 0  # tokens that need not go through the model any more
-    scored: int = 0  # tokens of the prompt whose logits were had, where they are wanted
+    read: int = 0  # so many first tokens need not go through the model any more
+    scored: int = 0  # so many first tokens of the prompt have had their logits, where these are wanted
     said: int = 0  # tokens of the answer
-    digests: Sequence[bytes] = ()  # of its tokens, page by page, while it waits or reads
+    digests: Sequence[bytes] = ()  # digests of its tokens, page by page, while it waits or reads
 
     @property
     def tokens(self) -> int:
@@ -104,7 +104,7 @@ class _Request:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether logits of its prompt are left to be had."""
+        """Whether some logits of its prompt are wanted that were not computed yet."""
         return self.scores and not self.said
 
     @property
@@ -114,13 +114,13 @@ class _Request:
 
     @property
     def reads(self) -> bool:
-        """Whether more is left to read than the last token of its answer."""
+        """Whether more tokens have still to go through the model than the last one of its answer."""
         return not self.said or self.read < self.tokens - 1
 
 
 def all_rows(plan: Plan) -> int:
-    """Rows of prompts that a pass has room for: `prompt_rows` of those who wait for whole answers, and not for the next
-    token."""
+    """How many rows of prompts a pass has room for. It is the `prompt_rows` of a service whose callers wait for whole
+    answers, and not for the next token."""
     return plan.batches_per_pass * max(plan.chunk_rows, plan.batch_seqs)
 
 
@@ -149,7 +149,8 @@ class Scheduler:
         self.given_back = 0  # how often a request gave its pages back before its answer was whole
 
     def twin(self) -> Scheduler:
-        """A scheduler in the same state, to foretell what this one will do. What its requests will say is made up."""
+        """A scheduler in the same state, to foretell what this one will do. The tokens that its requests will say are
+        made up."""
 
         prompts = {request.id: request.prompt for request in self._requests.values()}
 
@@ -188,7 +189,7 @@ class Scheduler:
         return len(self._free)
 
     def place(self, request: int, now_s: float) -> int:
-        """How many waiting requests come before this one; 0 where it waits no more."""
+        """How many waiting requests come before this one. 0 if it does not wait any more."""
         line = [other.id for other in self._in_order(now_s) if other.seq < 0]
         return line.index(request) if request in line else 0
 
@@ -201,8 +202,8 @@ class Scheduler:
         owner   who sent it. Owners share no pages
         scores  whether logits of every token of the prompt are wanted. Then all of them go through the model, in passes
                 whose logits the plan has room for
-        most    the most tokens of its answer, 1 or more. To be given only if no request will come after those that are
-                here: behind the last pass nothing is loaded then
+        most    the most tokens of its answer, 1 or more. Give it only if no request will come after those that are
+        here: then nothing is loaded behind the last pass
         pools   which hidden states of its prompt are wanted, in place of an answer
 
         Raises QueueFull."""
@@ -213,16 +214,16 @@ class Scheduler:
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
-        """Requests have ended, by themselves or since nobody wants them any more. Their sequences and pages are free.
-        Not to be called while a pass is under way that has rows of theirs."""
+        """Ends requests, which are whole or which nobody wants any more. Their sequences and pages become free. Do not
+        call it while a pass is under way that has rows of theirs."""
         self._settle()
         for number in requests:
             if (request := self._requests.pop(number, None)) is not None and request.seq >= 0:
                 self._leave(request)
 
     def forget(self) -> None:
-        """The pass under way has failed, or did not begin. What pages hold is not known any more: who has any begins
-        again."""
+        """Forgets what pages hold, because the pass under way has failed or did not begin. Requests that have pages
+        begin again."""
         for request, rows in self._underway:
             request.said -= rows.says
             if request.wants_scores:
@@ -236,8 +237,8 @@ class Scheduler:
         self.pages.forget()
 
     def next(self, now_s: float) -> Step | None:
-        """The next pass; None where nobody wants one. Between two calls the pass must be run, and every request that
-        ended in it be told to `end`."""
+        """The next pass; None if no request wants one. Between two calls the caller runs the pass, and passes every
+        request that ended in it to `end`."""
         self._settle()
         self.pages.tick()
         order = self._in_order(now_s)
@@ -291,15 +292,16 @@ class Scheduler:
         return Stream(passes.purpose_of(self._plan, read), logits, read <= self._plan.asking_rows)
 
     def _settle(self) -> None:
-        """The latest pass has ended: what it wrote can be shared."""
+        """Notes that the latest pass has ended, so that pages which it wrote can be shared."""
         for request, _ in self._underway:
             if request.table is not None:
                 self.pages.wrote(request.table, request.read, partial(self._ids, request.id))
         self._underway.clear()
 
     def _speaking(self, order: Sequence[_Request]) -> list[Rows]:
-        """A row of the last token of each answer, and a page where it needs one. Where there is none, the least urgent
-        request gives its pages back. The most urgent one always finds some, for the pools have pages for a context."""
+        """A row of the last token of each answer. An answer gets another page if it needs one. If no page is left, the
+        least urgent request gives its pages back. The most urgent one always finds some, for the pools have pages for a
+        context."""
         rows: list[Rows] = []
         for request in order:
             while request.table is not None and not request.reads:
@@ -355,14 +357,15 @@ class Scheduler:
         return rows
 
     def _begins(self, request: _Request) -> Ids:
-        """All that a request without pages has to read, int32 [n]."""
+        """All tokens that a request without pages has to read, int32 [n]."""
         ids = request.prompt if not request.said else self._ids(request.id, 0, request.tokens)
         request.digests = request.digests or self.pages.digests(request.owner, ids)
         return ids
 
     def _admit(self, request: _Request, ids: Ids, seq: int) -> bool:
-        """Gives the request a sequence and pages, if there are enough: one more for each request that may grow, so that
-        none has to give its pages back at once. Others that come later do not overtake it."""
+        """Gives the request a sequence and pages, if enough pages are left. One page is to be left for each request
+        that may grow, so that none has to give its pages back at once. Requests that came later do not overtake this
+        one."""
         tables = [other.table for other in self._requests.values() if other.table is not None]
         growing = sum(len(table.pages) < self._most_pages for table in tables)
         table = self.pages.begin(request.digests, ids, growing, reuse=not request.wants_all)

@@ -1,4 +1,5 @@
-"""What holds an answer: a JSON schema or a grammar that a client sent, checked before anybody compiles it."""
+"""The rules that answers are held to: JSON schemas and grammars that clients send, checked before anybody compiles
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 class Rule(NamedTuple):
-    """What an answer has to follow. `kind`: of the text: a JSON schema, or a grammar in llguidance's Lark or in
+    """What an answer has to follow. `kind`: whether the text is a JSON schema, or a grammar in llguidance's Lark or in
     llama.cpp's GBNF."""
 
     kind: Literal["schema", "lark", "gbnf"]
@@ -36,7 +37,7 @@ class Rule(NamedTuple):
 
 
 def checked_grammar(text: str) -> str:
-    """A grammar that is no longer than may be. Raises BadRequest."""
+    """The grammar, if it is not too long. Raises BadRequest."""
     if not isinstance(text, str) or not text.strip():
         raise BadRequest("a grammar should be a text that is not empty")
     try:
@@ -54,7 +55,8 @@ def grammar_rule(text: str) -> Rule:
 
 
 def checked_schema(schema: Any) -> str:
-    """A schema, as JSON or as the object, as JSON that is no longer and no deeper than may be. Raises BadRequest."""
+    """The JSON text of a schema, which is given as JSON or as an object. Raises BadRequest for one that is too long or
+    too deep."""
     try:
         if isinstance(schema, str):
             if len(schema) > MAX_SCHEMA_BYTES:

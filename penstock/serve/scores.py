@@ -1,4 +1,4 @@
-"""What a model thinks of a text that is given: the log probability of each token after those before it."""
+"""Scores a given text: the log probability of each token after the tokens before it."""
 
 from __future__ import annotations
 

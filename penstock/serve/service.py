@@ -42,11 +42,10 @@ class Service:
     """Serves one loaded engine until `close`. While requests are here, the engine answers nobody else.
 
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers, and `mixed`: the purpose of such a pass.
-    `queue`: the most requests that wait.
-    `store`: where pages are kept while nobody asks, and at the end; prompts go on from them. `swaps`: pages are also
-    kept there before they are given to another request. `times`: of the plan's passes, if they were asked before.
-    `threaded`: without it `generate` takes the passes in its caller's thread, and nobody else may ask. `on_pass`: is
-    told of each pass when what it says was heard."""
+    `queue`: the most requests that wait. `store`: where pages are kept while nobody asks, and at the end; prompts go on
+    from them. `swaps`: pages are also kept there before they are given to another request. `times`: of the plan's
+    passes, if they were asked before. `threaded`: without it `generate` takes the passes in its caller's thread, and
+    nobody else may ask. `on_pass`: is called with each pass after its tokens were handed out."""
 
     def __init__(
         self,
@@ -96,8 +95,8 @@ class Service:
     def of_whole_answers(
         cls, engine: Engine, threaded: bool = True, on_pass: Callable[[Step], None] | None = None
     ) -> Service:
-        """A service for callers who wait for whole answers: any number of them may. Prompts are read in the plan's
-        chunks, and by the executors for prefill."""
+        """A service for callers who wait for whole answers, any number of them. Prompts are read in the plan's chunks,
+        and by the executors for prefill."""
         rows = all_rows(engine.plan)
         return cls(engine, prompt_rows=rows, queue=1 << 60, mixed="prefill", threaded=threaded, on_pass=on_pass)
 
@@ -138,21 +137,21 @@ class Service:
         return number
 
     def cancel(self, number: int) -> None:
-        """The request leaves at the next pass, wherever it is. A request that has ended already is no error."""
+        """Cancels a request: it leaves at the next pass, waiting or not. To cancel one that has ended is no error."""
         with self._changed:
             if (request := self._open.get(number)) is not None:
                 request.cancelled = True
                 self._changed.notify_all()
 
     def place(self, number: int) -> int:
-        """How many requests are to be taken before this one."""
+        """How many waiting requests come before this one."""
         with self._changed:
             return self._scheduler.place(number, time.perf_counter())
 
     def newcomer(self, prompt_tokens: int, output_tokens: int) -> Newcomer:
-        """What a request would find that came now, if each answer takes all the tokens that it may. Raises QueueFull.
-        Passes go on meanwhile, but while the scheduler is copied, which takes 70 µs a request. Beside more than
-        MOST_REQUESTS nothing but the place is told."""
+        """What a request would find if it came now, and each answer took all the tokens that it may. Raises QueueFull.
+        Passes wait only while the scheduler is copied, which takes 70 µs a request. With more than MOST_REQUESTS here,
+        only the place is told."""
         now_s = time.perf_counter()
         with self._changed:
             if len(self._open) > MOST_REQUESTS:
@@ -169,7 +168,7 @@ class Service:
             self._refuses = why
 
     def idle(self, within_s: float) -> bool:
-        """Waits until no request is left; returns whether that came to pass within so many seconds."""
+        """Waits until no request is left, at most so many seconds. Returns whether none is left."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, within_s)
 
@@ -184,8 +183,8 @@ class Service:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Pooling | Sequence[SamplingParams]
     ) -> list[Generation]:
         """Waits for the answers to some prompts, in their order. `params`: of all, or of each. Threads that call it
-        share passes. Where one answer fails, the others are cancelled. Raises as `submit`, and what fails an answer;
-        BadRequest where this thread holds an open stream of the engine, and after `close`."""
+        share passes. If one answer fails, the others are cancelled. Raises as `submit`, and the error that ended an
+        answer; BadRequest where this thread holds an open stream of the engine, and after `close`."""
         self.engine.require_no_stream()
         told: queue.SimpleQueue[tuple[int, Told]] = queue.SimpleQueue()
         numbers: list[int] = []
@@ -233,7 +232,8 @@ class Service:
             self.cancel(number)
 
     def close(self, why: str = "the server is ending") -> None:
-        """Cancels what is left, and returns when the last pass has ended. The engine is free again, and still open."""
+        """Cancels the requests that are left, and returns when the last pass has ended. The engine is free again, and
+        still open."""
         self.refuse(why)
         self.abandon()
         with self._changed:
@@ -293,19 +293,20 @@ class Service:
             tell(failure(error))
 
     def _unsaved(self) -> bool:
-        """Whether a page is left to be kept, and time for it: when the service ends, that has an end too."""
+        """Whether a page is left to be stored, and time is left to do so: a service that ends stores pages for some
+        seconds only."""
         in_time = time.perf_counter() < self._saves_until_s
         return self._keeper.saves and in_time and self._scheduler.pages.unsaved() is not None
 
     def _save(self) -> None:
-        """Keeps a page in the store, if one is left to be kept."""
+        """Stores a page, if one is left to be stored."""
         if (found := self._scheduler.pages.unsaved()) is not None:
             self._keeper.keep(*found)
             self._scheduler.pages.saved(found[1])
 
     def _move_pages(self, moves: Sequence[Move]) -> bool:
-        """What is to be done with pages before a pass. False where a stored page is not what was stored: then all begin
-        again without it."""
+        """Moves pages as a pass asks for. False if a stored page is not what was stored: then all requests begin again
+        without it."""
         if not self._keeper.move(moves):
             with self._changed:
                 self._scheduler.forget()
@@ -313,8 +314,8 @@ class Service:
         return True
 
     def _take(self, step: Step) -> None:
-        """Moves pages and runs a pass, and tells everyone what came of it. Where a stored page is gone, no pass runs:
-        all begin again without it."""
+        """Moves pages, runs a pass, and tells each request's client what came of it. If a stored page is gone, no pass
+        runs, and all requests begin again without it."""
         session, start_s = self.engine.session, time.perf_counter()
         ended: dict[int, Told] = {}
         told: list[tuple[Tell, Told]] = []
@@ -361,8 +362,9 @@ class Service:
         self._tally.take(step, silent, cached_tokens, taken_s)
 
     def _note(self, step: Step) -> None:
-        """Notes what a pass took from the one before it on: what is told, and who comes next, are a part of that. What
-        pages' moves, hidden states, and logits of more than the last row take is no prompt's and no answer's."""
+        """Notes how long a pass took, from the end of the pass before. So the time to tell clients and to choose the
+        next pass is a part of it. Passes are not noted if pages moved, or if hidden states or logits of more than the
+        last row were wanted: such time belongs to no prompt and no answer."""
         rows, now_s = [r for rows in step.rows for r in rows], time.perf_counter()
         if not step.moves and not any(r.hidden or r.logits > 1 for r in rows):
             kind = sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads)

@@ -97,18 +97,17 @@ class Session:
         # Called when a pass meets damaged weights. Returns the error to raise.
         self.on_damage: Callable[[DamagedModel], DamagedModel] | None = None
         self._origin_s = time.perf_counter()
-        self.best: list[list[tuple[float, int]]] = []  # of the last pass, per batch and row: largest logit and its id
+        self.best: list[list[tuple[float, int]]] = []  # last pass, per batch and row: largest logit, its id
         # Of the last pass, per batch: hidden states float32 [T, d_embed], None where they were not wanted.
         self.hidden: list[NDArray[np.float32] | None] = []
         # Seconds until the weights that stay were there, and those in which the system made the arenas' pages ready.
         self.ready_s = self.pages_s = 0.0
         self.held = Held()  # what its sequences hold
         self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
-        # Passes that were begun, and late saves that failed: who finds another number than before knows that KV is no
-        # more what it was.
+        # The number of passes that were begun, and of late saves that failed. If it changes, KV is not what it was.
         self.passes = 0
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
-        with ExitStack() as opened:  # where loading fails half-way, everything is given back
+        with ExitStack() as opened:  # if loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
             self._open_lanes(packed, opened)
             self._load_weights(packed, on_progress)
@@ -206,8 +205,8 @@ class Session:
         return timeline
 
     def settled_kv(self) -> KvPages:
-        """The KV pages, for use until the next pass. What the last pass saves may still be on its way to a disk, or
-        from a device: that is waited for. Raises what fails meanwhile; then no page is to be trusted any more."""
+        """The KV pages, for use until the next pass. Waits for saves of the last pass that are still on their way to a
+        disk, or from a device. Raises the error of a save that failed; then no page is to be trusted any more."""
         if self._saves_late:
             with self._stepping:
                 if self._closed:
@@ -289,7 +288,7 @@ class Session:
             try:
                 self._tell(self._executor.drain(), None)
             except PenstockError:  # a load for a pass that never came; a broken disk fails the next pass too
-                if self._saves_late:  # or KV that was not saved, which nobody may find again, a service neither
+                if self._saves_late:  # or KV that was not saved: a service must not find its page either
                     self.held.forget()
                     self.passes += 1
                 self._start_over()
@@ -304,8 +303,8 @@ class Session:
         self.lowering, self._open_runner = self._new_lowering()
 
     def _new_lowering(self) -> tuple[Lowering, OpenPassRunner | None]:
-        """A lowering whose caches are empty, and what runs its open passes. No pass is one where tasks are to be done
-        one by one, or by numpy, or beside a device."""
+        """A lowering whose caches are empty, and what runs its open passes. No pass is an open pass if tasks are done
+        one by one, by numpy, or beside a device."""
         if not isinstance(self._binding, NativeBinding) or self._how.serial or self.device is not None:
             return Lowering(self.plan), None
         return open_lowering(self.plan, self._binding, self.reader, self._arenas)

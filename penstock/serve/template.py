@@ -72,7 +72,7 @@ def render(templates: dict[str, str], variables: dict[str, str], messages: list[
         return template.render(**names, documents=None, add_generation_prompt=True)
     except MemoryError:
         raise
-    except Exception as error:  # whatever the template's code raised
+    except Exception as error:  # any error that the template's code raised
         said = " ".join(str(error).split()) or type(error).__name__
         raise BadRequest(f"the model's chat template fails: {said[:300]}; `--raw` goes without it") from None
 

@@ -41,8 +41,8 @@ class TextLimits:
         return cls(folder, text_bytes(folder), within_bytes)
 
     def task(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Request:
-        """The limits of a request that is made now. `text_bytes`: of the user's text. `file`: that the request needs,
-        None for the tokenizer's."""
+        """The limits of a request that is made now. `text_bytes`: of the user's text. `file`: the file that the request
+        needs; None for the tokenizer's."""
         memory_bytes = _MEMORY_BYTES + TOKENIZER_PEAK * self.file_bytes + _MEMORY_PER_BYTE * text_bytes
         hint = ""
         if self.within_bytes is not None:

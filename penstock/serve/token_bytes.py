@@ -1,5 +1,5 @@
-"""The bytes that each token of a vocabulary adds to a text, for those who say which tokens may come next. Only the
-tokenizer's process computes them (`vocabulary`)."""
+"""The bytes that each token of a vocabulary adds to a text. `guides` needs them to say which tokens may come next. Only
+the tokenizer's process computes them (`vocabulary`)."""
 
 from __future__ import annotations
 
