@@ -24,17 +24,17 @@ class Gone(Exception):
 class Post:
     """Brings what other threads tell to queues of an event loop.
 
-    It wakes the loop once for all that was told before it woke. Where each token of 32 streams woke it, the service's
-    thread gave the interpreter up at each of them, and waited up to 5 ms until it had it back."""
+    The loop is woken once for everything that is put before it wakes. When each token of 32 streams woke it, the
+    service's thread gave the interpreter up at each token, and waited up to 5 ms until it had it back."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._told: deque[tuple[asyncio.Queue[Any], Any]] = deque()
-        self._wakes = False  # the loop was woken, and has not come yet
+        self._wakes = False  # whether the loop was woken and has not run yet
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the loop that runs."""
+        """Whether the caller runs in this post's loop."""
         return self._loop is asyncio.get_running_loop()
 
     def put(self, to: asyncio.Queue[Any], what: Any) -> None:
@@ -54,10 +54,10 @@ class Post:
 
 class Answers:
     """The answers to some prompts, `n` each, numbered as OpenAI's API does: all answers to the first prompt come first.
-    `owner`: who asks. `post`: of the running loop. `wait_for(awaitable, seconds)`: raises TimeoutError where nothing
-    came for so long.
+    `owner`: who asks. `post`: of the running loop. `wait_for(awaitable, seconds)`: raises TimeoutError if nothing comes
+    for so long.
 
-    Whoever makes one must `cancel` it in the end, whatever happened."""
+    Whoever makes an `Answers` must call `cancel` in the end, whatever happened."""
 
     def __init__(
         self, service: Service, n: int, owner: str, post: Post,
@@ -67,40 +67,40 @@ class Answers:
         self._prompt_tokens = 0
         self._told: asyncio.Queue[tuple[int, Told]] = asyncio.Queue()
         self._numbers: list[int] = []
-        self._said = 0  # tokens, so far
+        self._said = 0  # tokens so far
         self.whole: dict[int, Generation] = {}
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams | Pooling, priority: int) -> None:
-        """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for the service's lock alone."""
+        """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for nothing but the service's lock."""
         self._prompt_tokens += len(prompt_ids)
         for i in range(self._n):
             tell = self._teller(len(self._numbers))
             self._numbers.append(self._service.submit(prompt_ids, params.nth(i), tell, priority, self._owner))
 
     def cancel(self) -> None:
-        """Whatever has not ended leaves."""
+        """Cancels the answers that have not ended."""
         for number in self._numbers:
             self._service.cancel(number)
 
     async def gathered(self) -> list[Generation]:
-        """All answers. Raises PenstockError where one fails, Gone."""
+        """All answers, once they are whole. Raises the PenstockError of an answer that fails, and Gone."""
         async for _ in self.pieces():
             pass
         return [self.whole[i] for i in range(len(self._numbers))]
 
     @property
     def tokens(self) -> int:
-        """Of prompts and of what was said so far."""
+        """Tokens of the prompts and of the answers so far."""
         return self._prompt_tokens + self._said
 
     @property
     def used(self) -> Used:
-        """Tokens, when all answers are whole."""
+        """The tokens that were used, once all answers are whole."""
         return used(self._prompt_tokens, [self.whole[i] for i in range(len(self._numbers))], self._n)
 
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece | Generation | None]]:
-        """(answer, what has become certain), then (answer, the whole of it); (-1, None) where nothing came for
-        long. Raises PenstockError where one fails, Gone."""
+        """Yields (answer, text that has become certain), at its end (answer, the whole of it), and (-1, None) whenever
+        nothing came for long. Raises the PenstockError of an answer that fails, and Gone."""
         while len(self.whole) < len(self._numbers):
             try:
                 index, told = await self._wait_for(self._told.get(), ALIVE_S)

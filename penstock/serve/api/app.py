@@ -1,4 +1,4 @@
-"""The routes of the server. Each turns a body into requests to the `Service`, and what comes of them into JSON."""
+"""The routes of the server. Each route turns a body into requests to the `Service`, and their answers into JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
 
 Tokens = Annotated[int | None, Query(ge=1, le=2**31 - 1)]
-RETRY_S = 5  # what a client is told to wait where the queue is full
+RETRY_S = 5  # so long a client is told to wait if the queue is full
 
 
 def guarded(shelf: Shelf, access: Access, limits: Limits) -> App:
@@ -99,8 +99,8 @@ def _completions(app: FastAPI, desk: Desk) -> None:
             raise
 
     async def _echoed(body: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> tuple[str, ...]:
-        """What is written before each answer. Raises BadRequest where so many scores are wanted that their JSON would
-        take much memory."""
+        """The prompts that are written before the answers. Raises BadRequest if so many scores are wanted that their
+        JSON would take much memory."""
         n, count = body.n or 1, 1 + (body.prompt_alternatives or 0)
         entries = 0 if body.prompt_alternatives is None else sum(map(len, prompts)) * n * count
         if entries > MAX_SCORES:
@@ -172,8 +172,8 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
 
 
 def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int | None) -> dict[str, Any]:
-    """What a request would find that came now: of as many tokens as the plan was made for, where none are named. Raises
-    BadRequest for more than the context has."""
+    """What a request would find if it came now. It has as many tokens as the plan was made for, unless the client names
+    others. Raises BadRequest for more than the context has."""
     ask, context = loaded.service.engine.ask, loaded.service.engine.plan.context
     # A context that is shorter than both together is shared as they are.
     most = max(1, min(context - 1, context * ask.prompt_tokens // (ask.prompt_tokens + ask.output_tokens)))

@@ -30,8 +30,8 @@ class ChatPrompt:
     text: str = ""
 
     def ruled(self, params: SamplingParams) -> SamplingParams:
-        """How tokens are chosen, so that calls are calls of the tools. Raises BadRequest where a client asks for a form
-        of the answer too."""
+        """`params` with the rule that every call in the answer is a call of the tools. Raises BadRequest if the client
+        wants a form of the answer too."""
         params = self._budgeted(params)
         if self.tools is not None:
             if params.rule is not None:
@@ -50,14 +50,14 @@ class ChatPrompt:
         return replace(params, thinking_begun=self.thinking)
 
     def reading(self, params: SamplingParams) -> Reading:
-        """For one answer. One that follows a form of the client's has no thoughts in it."""
+        """A reading of one answer. An answer in a form of the client's has no thoughts in it."""
         free = params.rule is None or self.tools is not None
         return Reading(self.writing if free else None, free and self.thinks, free and self.thinking)
 
 
 def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> ChatPrompt:
-    """Renders a conversation (`Tokenizer.chat`), in which tools may be called. Takes the tokenizer's process some time.
-    Raises BadRequest as that does, and where calls in the conversation are none."""
+    """Renders a conversation (`Tokenizer.chat`), in which tools may be called. The tokenizer's process takes some time
+    for it. Raises BadRequest as that does, and for calls in the conversation that are malformed."""
     told, given = for_template(messages, tokenizer.writing, tools)
     text = _rendered(tokenizer, told, given)
     ids = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)

@@ -1,4 +1,4 @@
-"""Takes requests to the service, whatever dialect they come in, and brings the answers back in that dialect."""
+"""Takes requests of every dialect to the service, and brings the answers back in that dialect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Choosing = Callable[[dict[str, Any], int], SamplingParams]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks, apart from the prompt. `n`: answers to each prompt."""
+    """What a client asks for, apart from the prompt. `n`: answers to each prompt."""
 
     model: str | None
     params: Choosing
@@ -56,8 +56,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class AskedChat(Asked):
-    """A conversation to go on with, in the form that chat templates take. `form`: writes the answers down; it is made
-    of the model's name, the tokenizer, the chat and how its tokens are chosen. `context`: that the client wants
+    """A conversation to go on with, in the form that chat templates take. `form`: makes what writes the answers down,
+    from the model's name, the tokenizer, the chat and the sampling parameters. `context`: tokens that the client wants
     room for."""
 
     messages: Sequence[dict[str, Any]] = ()
@@ -67,7 +67,7 @@ class AskedChat(Asked):
 
 
 class Desk:
-    """All requests of a server. To be made once, and used in one event loop."""
+    """All requests of a server. Make one, and use it in one event loop."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -79,7 +79,7 @@ class Desk:
         self._post: Post | None = None  # of the event loop, which runs when the first request comes
 
     async def hold(self, name: str | None) -> Hold:
-        """Waits until a model is loaded, the first one where none is named. Raises HTTPException where there is no such
+        """Waits until a model is loaded: the named one, or else the first. Raises HTTPException if there is no such
         model."""
         return await self._shelf.hold(self.name_of(name))
 
@@ -113,14 +113,14 @@ class Desk:
             raise
 
     def params(self, asked: Asked, prompts: Sequence[list[int]], hold: Hold, most: int | None) -> SamplingParams:
-        """How tokens are chosen. `most`: tokens where the client names no length; None for what the context has room
-        for. Raises BadRequest."""
+        """The sampling parameters. `most`: the tokens of an answer if the client names no length; None for what the
+        context has room for. Raises BadRequest."""
         engine = hold.loaded.service.engine
         room = engine.plan.context - max(map(len, prompts)) + 1
         return asked.params(engine.tokenizer.generation_config, max(1, room) if most is None else most)
 
     def post(self) -> Post:
-        """Who brings answers to the event loop that runs."""
+        """The post that brings answers to the running event loop."""
         if self._post is None or not self._post.is_here:
             self._post = Post()
         return self._post
@@ -129,8 +129,8 @@ class Desk:
         self, request: Request, asked: Asked, prompts: Sequence[list[int]], params: SamplingParams, form: Form,
         hold: Hold,
     ) -> Response:  # fmt: skip
-        """The answers. The hold on the model ends with them, or with their stream; where this raises, it stays. Raises
-        as `Service.submit`, BadRequest where the rule of the answers cannot be followed, Gone."""
+        """The answers, as a response. The hold on the model ends with them, or with their stream. It stays if this
+        raises. Raises as `Service.submit`, BadRequest where the rule of the answers cannot be followed, Gone."""
         loaded, engine = hold.loaded, hold.loaded.service.engine
         if params.rule is not None:  # refused before any answer begins
             if not loaded.schemas:
@@ -155,8 +155,8 @@ class Desk:
 
 
 class _EventStream(StreamingResponse):
-    """A stream of answers. When nobody takes it any more, whatever is left of the answers is cancelled, and their hold
-    on the model ends. `spend`: takes the tokens that they took."""
+    """A stream of answers. When nobody reads it any more, the answers that are left are cancelled, and their hold on
+    the model ends. `spend`: is called with the number of tokens that they took."""
 
     def __init__(self, answers: Answers, form: Form, hold: Hold, spend: Callable[[int], None]) -> None:
         events = form.events(answers)
@@ -173,7 +173,7 @@ class _EventStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of the work. Raises Gone as soon as the client has gone."""
+    """The result of the work. Raises Gone as soon as the client has gone."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

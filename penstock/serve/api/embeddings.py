@@ -1,4 +1,5 @@
-"""Embeddings of texts for clients of all dialects: how they are asked for, computed a few at a time, and written."""
+"""Embeddings of texts for clients of all dialects: what clients may ask, how a few are computed at a time, and how they
+are written."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AskedVectors:
-    """`inputs`: texts, or token ids. `pooling`: None for the model's own. `cuts`: what is longer than the context loses
-    its end, and is not refused. `context`: that the client wants room for."""
+    """`inputs`: texts, or token ids. `pooling`: None for the model's own. `cuts`: a text that is longer than the
+    context loses its end, and is not refused. `context`: tokens that the client wants room for."""
 
     model: str | None
     inputs: Sequence[str | list[int]]
@@ -49,7 +50,7 @@ class AskedVectors:
 
 @dataclass(frozen=True)
 class Vectors:
-    """`note`: what is to be said of a model that was not made for embeddings, and of texts that were cut."""
+    """`note`: a sentence about a model that was not made for embeddings, and about texts that were cut."""
 
     model: str
     vectors: list[Vector]
@@ -115,7 +116,7 @@ async def _gathered(answers: Answers, prompts: Sequence[Ids], pooling: Pooling, 
     begun = 0
 
     def begin() -> int:
-        """Submits what may be under way. Raises QueueFull where nothing is."""
+        """Submits as many prompts as may be under way. Raises QueueFull if none is under way then."""
         number = begun
         while number < len(prompts) and number - len(vectors) < _AT_ONCE:
             try:

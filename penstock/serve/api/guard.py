@@ -34,7 +34,7 @@ OWNER, SPEND = "penstock.owner", "penstock.spend"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
 _CHECKED = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length")
-# That need no key: for those who watch over the server, and the page, which asks for one.
+# Paths that need no key: those for monitoring, and the page, which asks for a key.
 _OPEN_PATHS = ("/health", "/")
 
 
@@ -65,12 +65,13 @@ class Access:
     origins: tuple[str, ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """What Host may say; () for anything: a page that has no key gets nothing."""
+        """The names that Host may say; () for any: then keys are required, and a page without one gets nothing."""
         return () if self.keys and not is_loopback(self.host) else (*_LOOPBACK, self.host.lower())
 
 
 class Refused(Exception):
-    """A request that is answered here: a status and a line that says why. `retry_s`: when to come again."""
+    """A request that the guard answers itself, with a status and a line that says why. `retry_s`: seconds after which
+    the client may try again."""
 
     def __init__(self, status: int, message: str, code: str, retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -137,7 +138,8 @@ class Guard:
         return Refused(413, f"a body may have {self._limits.body_bytes} bytes for this context", "body_too_large")
 
     async def _body(self, receive: Receive) -> bytes:
-        """The whole body. Raises Refused where it is too long or too slow. A client that is gone has an empty rest."""
+        """The whole body. Raises Refused where it is too long or too slow. If the client is gone, the rest of its body
+        is empty."""
         parts: list[bytes] = []
         until_s = asyncio.get_running_loop().time() + self._limits.body_s
         more = True
@@ -210,7 +212,7 @@ async def _answer(send: Send, path: str, refused: Refused) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     if refused.status in (429, 503):
         headers.append((b"retry-after", seconds_to_wait(refused.retry_s or 5)))
-    # What is left of the body is not read, so nothing else can come over this connection.
+    # The rest of the body is not read, so nothing else can come over this connection.
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

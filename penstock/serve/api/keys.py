@@ -1,4 +1,4 @@
-"""Keys that clients must have: their names, and what each may ask at once and a minute."""
+"""Keys that clients must have, with their names and limits: requests at once, and tokens a minute."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LIMITS = {"at-once": "at_once", "tokens-per-minute": "tokens_per_minute"}
 
 @dataclass(frozen=True)
 class Key:
-    """`name`: of whom it belongs to. `at_once`: the most requests that are open; None for any number.
-    `tokens_per_minute`: of prompts and answers together, over any longer time; None for any number."""
+    """`name`: its owner's. `at_once`: the most requests that are open; None for any number. `tokens_per_minute`: of
+    prompts and answers together, over any longer time; None for any number."""
 
     name: str
     secret: str = field(repr=False)
@@ -50,18 +50,19 @@ def _limit(word: str, where: str) -> tuple[str, int]:
 
 
 def known(keys: tuple[Key, ...], secret: str) -> Key | None:
-    """The key with this secret. All are compared, each in the same time: what takes longer says something of a key."""
+    """The key with this secret. All keys are compared, each in the same time, because a difference in time would tell
+    something of a key."""
     same = [hmac.compare_digest(secret.encode(), key.secret.encode()) for key in keys]
     return keys[same.index(True)] if any(same) else None
 
 
 class Spending:
-    """What keys have open and have spent. `clock`: seconds."""
+    """Counts the open requests and the spent tokens of each key. `clock`: seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._open: dict[str, int] = {}
-        self._left: dict[str, tuple[float, float]] = {}  # tokens that are left, and when they were
+        self._left: dict[str, tuple[float, float]] = {}  # tokens that are left, and the second at which that was so
 
     def refuses(self, key: Key) -> tuple[str, float] | None:
         """Why the key may not ask now, and the seconds until it may."""
@@ -81,12 +82,12 @@ class Spending:
         self._open[key.name] -= 1
 
     def spend(self, key: Key, tokens: int) -> None:
-        """Takes what an answer took, when it has ended. A key may owe some."""
+        """Counts the tokens of an answer that has ended. A key may owe some afterwards."""
         if key.tokens_per_minute is not None:
             self._left[key.name] = (self._tokens(key) - tokens, self._clock())
 
     def _tokens(self, key: Key) -> float:
-        """Tokens that are left: a minute's at most, and they come back evenly."""
+        """Tokens that are left. They are those of a minute at most, and come back evenly."""
         if key.tokens_per_minute is None:
             return inf
         left, at_s = self._left.get(key.name, (float(key.tokens_per_minute), self._clock()))

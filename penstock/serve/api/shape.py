@@ -1,4 +1,4 @@
-"""How OpenAI's API writes answers down: choices, chunks of them, log probabilities, and what was used."""
+"""How OpenAI's API writes answers down: choices, chunks of them, log probabilities, and the tokens used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Shape:
         return self.kind == "chat.completion"
 
     def has_texts(self, tokens: Sequence[Likely]) -> bool:
-        """Whether the texts of these tokens are at hand."""
+        """Whether the texts of these tokens are known already."""
         return not tokens or self.tokenizer.has_texts(ids_of(tokens))
 
     def whole(self, answers: Sequence[Generation], used: Used) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _message(read: Collected) -> dict[str, Any]:
 
 
 def reason_of(reason: str, calls: int) -> str:
-    """Why an answer ended, one that has calls too."""
+    """Why an answer ended. `tool_calls` if it has calls and was not cut."""
     return "tool_calls" if calls and reason == "stop" else reason
 
 
@@ -187,7 +187,7 @@ def head_of(prefix: str, number: str, model: str) -> dict[str, Any]:
 
 
 def usage_of(used: Used) -> dict[str, Any]:
-    """What was used, as OpenAI's API has it, and how long the request waited."""
+    """The tokens used, as OpenAI's API has them, and how long the request waited."""
     return {
         "prompt_tokens": used.prompt,
         "completion_tokens": used.output,

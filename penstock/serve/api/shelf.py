@@ -1,8 +1,8 @@
 """The models that a server has. One of them is loaded, within the one memory limit, and answers its requests together.
 
 A request for another model waits until nobody uses the one that is loaded. Then that one is closed and the other is
-loaded. Requests wait in one line: as soon as one for another model is in it, later ones for the loaded model wait
-behind, so that none waits for ever.
+loaded. Requests wait in one line: as soon as a request for another model is in it, later ones for the loaded model wait
+behind that. So no request waits for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S = 0.05
 @dataclass(frozen=True)
 class Loaded:
     """A model that is loaded. `schemas`: answers may be held to JSON schemas. `close`: gives its memory back.
-    `reasons`: for what was chosen besides the plan and the pace."""
+    `reasons`: of choices besides the plan and the pace."""
 
     name: str
     service: Service
@@ -92,8 +92,8 @@ class Shelf:
             self.now.service.abandon()
 
     def settle(self, within_s: float) -> bool:
-        """Waits, in another thread, until no model is being loaded and the loaded one has no request left; returns
-        whether that came to pass within so many seconds."""
+        """Waits, in another thread, until no model is being loaded and the loaded one has no request left. Waits at
+        most so many seconds, and returns whether that came about."""
         until_s = time.monotonic() + within_s
         while self._loading is not None or (self.now is not None and not self.now.service.idle(_LOOK_S)):
             if time.monotonic() > until_s:
@@ -112,7 +112,8 @@ class Shelf:
         self._advance()
 
     def _advance(self) -> None:
-        """Lets the first of the line go on where they can, or loads what the very first one wants."""
+        """Lets the first requests of the line go on if their model is loaded, or loads the model that the very first
+        one wants."""
         while self._line and self._loading is None:
             name, waiting = self._line[0]
             if waiting.done():  # its client has gone
@@ -130,7 +131,7 @@ class Shelf:
                 self._loading = asyncio.ensure_future(self._load(name))
 
     async def _load(self, name: str) -> None:
-        """Closes the loaded model and loads this one. Where that fails, all who wait for it are told."""
+        """Closes the loaded model and loads this one. If that fails, all requests that wait for it get the error."""
         before, self.now = self.now, None
         try:
             if before is not None:

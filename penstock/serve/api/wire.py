@@ -1,7 +1,7 @@
 """What clients send, as OpenAI's API has it, turned into what the engine takes.
 
-What is not supported is refused and never ignored: a client that asks for JSON and gets prose would break later. Values
-that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
+A field that is not supported is refused and never ignored: a client that asks for JSON and gets prose would break
+later. Values that ask for nothing (`n: 1`, `logprobs: false`, no penalty) are taken.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class _Sampled(Sent):
-    """What both kinds of completion take."""
+    """The sampling fields of both kinds of completion."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -116,12 +116,12 @@ class _Sampled(Sent):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each; None where no log probabilities are."""
+        """How many of the likeliest tokens are wanted beside each; None if no log probabilities are wanted."""
         return None
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """As `alternatives`, for the prompt's tokens."""
         return None
 
     @property
@@ -150,11 +150,11 @@ class _Sampled(Sent):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether a stream ends with the tokens used."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """Raises BadRequest for what is not supported."""
+        """Raises BadRequest for fields that are not supported."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is for stream: true")
 
@@ -214,8 +214,9 @@ class FunctionChoice(Sent):
 
 
 class ChatRequest(_Sampled):
-    """A body of /v1/chat/completions. The fields from `reasoning_effort` on are taken, and mean nothing: they are
-    labels, ask for nothing of the answer, or say how much a model should think or say, which its template decides."""
+    """A body of /v1/chat/completions. The fields from `reasoning_effort` on are taken and mean nothing. They are
+    labels, or ask for nothing of the answer, or say how much a model should think or say, which its template
+    decides."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -332,7 +333,7 @@ class DetokenizeRequest(Sent):
 
 
 def _each(given: Any) -> Sequence[str | list[int]]:
-    """The texts, or lists of ids, of what may be one of them or several."""
+    """A list of texts or of lists of ids, from one of them or several."""
     alone = isinstance(given, str) or (given and isinstance(given[0], int))
     return [given] if alone else given
 
