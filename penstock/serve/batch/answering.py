@@ -38,17 +38,16 @@ _LOOK_S = 0.5  # between two looks at how far it is
 
 
 class Requests(Protocol):
-    """Where lines are read."""
+    """A source of lines."""
 
     def text(self, number: int) -> bytes:
-        """A line's bytes. Raises BadRequest where it is not what it was."""
+        """A line's bytes. Raises BadRequest if the line has changed since it was surveyed."""
 
 
 @dataclass
 class _OpenLine:
-    """A line that is being answered. `echoed`: what is written before each answer. `whole`: its answers so far, by
-    their places. `reading`: takes the answers of a chat apart; None for texts. `vectors`: the embeddings that it
-    asks for."""
+    """A line that is being answered. `echoed`: the text before each answer. `whole`: its whole answers so far, by
+    place. `reading`: takes the answers of a chat apart; None for texts. `vectors`: the embeddings that it asks for."""
 
     todo: Todo
     custom_id: str
@@ -64,7 +63,7 @@ class _OpenLine:
 @dataclass
 class Done:
     """What a run did. `seconds`: from the first request to the last answer. `failed`: lines that got an error.
-    `foretold`: what was promised of it."""
+    `foretold`: the promise for it."""
 
     clock: DecodeClock
     foretold: Foretelling
@@ -82,14 +81,14 @@ class Done:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """In passes without rows of prompts; 0 where there were none."""
+        """Tokens a second in passes without rows of prompts; 0 if there were no such passes."""
         return self.clock.tokens / self.clock.seconds if self.clock.seconds else 0.0
 
 
 class BatchRun:
-    """`names`: by which lines may call the model, the first of which answers bear. `most_tokens`: of an answer whose
-    line names no length. `foretold`: what is promised of the lines that `run` gets. `on_progress`: is told of `Done`
-    twice a second."""
+    """`names`: names by which lines may call the model. Answers bear the first one. `most_tokens`: of an answer whose
+    line names no length. `foretold`: the promise for the lines that `run` gets. `on_progress`: is told of `Done` twice
+    a second."""
 
     def __init__(
         self, engine: Engine, lines: Requests, journal: AnswerJournal, names: Sequence[str], most_tokens: int,
@@ -134,11 +133,11 @@ class BatchRun:
         return waits and (self._waiting < places or self._ahead_tokens < _AHEAD_TOKENS)
 
     def _submit(self, service: Service, todo: Todo, done: Done) -> None:
-        """Asks for the answers to a line. What is wrong with it alone goes into the journal."""
+        """Submits a line. An error that is the line's own goes into the journal."""
         engine = self._engine
         try:
             request = read(self._lines.text(todo.number), self._names, engine.tokenizer)
-        except NoRequest as error:  # it was right when all were looked at: little memory is left
+        except NoRequest as error:  # the survey found it right, so little memory must be left
             self._fail(service, todo, [], error, done)
             return
         body, tokens = request.body, sum(map(len, request.prompts))
@@ -183,7 +182,8 @@ class BatchRun:
             self._told.put((number, place, what))
 
     def _hear(self, service: Service, done: Done) -> None:
-        """Waits until an answer is whole, or until it is time to look. Raises what failed all of them."""
+        """Waits until an answer is whole, or until it is time to report progress. Raises an error that ended all
+        answers."""
         try:
             number, place, what = self._told.get(timeout=_LOOK_S)
         except queue.Empty:

@@ -1,5 +1,6 @@
 """Foretells how long a batch takes, from its lines as they are: lengths differ, and lines that begin alike share what
-they begin with. A scheduler takes them on a virtual clock, as `answering` does on the real one (`serve.foretold`)."""
+they begin with. A scheduler takes the lines on a virtual clock, as `answering` takes them on the real one
+(`serve.foretold`)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from penstock.spec.plan import Plan
 # Beyond so many passes, or rows in them, the rest is taken to go on at the same pace. They take some seconds.
 _MOST_PASSES, _MOST_ROWS = 2000, 1 << 18
 _TOLD_PASSES = 8  # between two words about how far it is
-AHEAD = 16  # answers that wait beside those that are given, so that no place stays empty
+AHEAD = 16  # answers that wait beside those under way, so that no place stays empty
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Foretelling:
         return self.ends_s[-1] if self.ends_s else 0.0
 
     def left_s(self, answers: int) -> float:
-        """Seconds that are left when so many answers are whole."""
+        """Seconds that are left once so many answers are whole."""
         return self.seconds - self._until_s(answers)
 
     def left_at_pace_s(self, answers: int, spent_s: float) -> float | None:
-        """The same, where what was done so far took `spent_s`: what is left takes as many times as long as was
-        foretold. None before the first answer."""
+        """As `left_s`, if the answers so far took `spent_s`. The rest is taken to be off by the same factor. None
+        before the first answer."""
         until_s = self._until_s(answers)
         return self.left_s(answers) * spent_s / until_s if until_s else None
 
@@ -62,11 +63,11 @@ def foretell(
     plan: Plan, prediction: Prediction, ask: Ask, machine: MachineSpec, todo: Sequence[Todo],
     on_progress: Progress | None = None,
 ) -> Foretelling:  # fmt: skip
-    """What becomes of lines that are taken in this order. Each is taken to say all that it may. `on_progress`: is told
-    how many answers are foretold.
+    """Foretells lines in the order in which they are taken. Each answer is assumed to have all tokens that it may have.
+    `on_progress`: is told how many answers are foretold.
 
-    Of passes with several batches only the plan's own prediction knows what their prompts take together. There what
-    lines say, and what they read, is taken to go at the speed of the ask's block."""
+    If passes have several batches, only the plan's own prediction knows how long their prompts take together. Then the
+    tokens of prompts and of answers are assumed to go at the speed of the ask's block."""
     places = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
     if plan.batches_per_pass == 1:
         return in_passes(plan, PassTimes(plan, machine, "prefill"), todo, places, on_progress)
@@ -82,7 +83,7 @@ def foretell(
 def in_passes(
     plan: Plan, times: PassTimes, todo: Sequence[Todo], places: int, on_progress: Progress | None = None
 ) -> Foretelling:  # fmt: skip
-    """The same, pass by pass. `places`: answers at once."""
+    """Foretells them pass by pass. `places`: answers at once."""
     prompts: dict[int, Ids] = {}
 
     def ids(request: int, start: int, count: int) -> Ids:
@@ -121,7 +122,8 @@ def in_passes(
 
 
 def _rows(todo: Todo) -> int:
-    """Rows that go through the model for a line: of its prompts, without what others have read, and of its answers."""
+    """Rows that go through the model for a line: those of its prompts, without the beginnings that other lines have
+    read, and those of its answers."""
     copies = todo.answers // todo.prompts
     return todo.prompt_tokens // copies - todo.shared_tokens + todo.answers * (todo.output_tokens - 1)
 

@@ -1,4 +1,5 @@
-"""The file of answers, which is its own journal: a line is added when it is whole, and what is there is not done again.
+"""The file of answers, which is its own journal: a line is added when it is whole, and lines that are there are not
+answered again.
 
 An answer's id tells the line, its place and the model that it was asked of (`Lines.id_of`). So a file that was begun
 shows by itself what is done, and whether it is of these requests at all. Nothing else is ever written to.
@@ -19,7 +20,7 @@ from penstock.serve.batch.lines import Lines
 from penstock.store.files import open_to_append, sync_folder
 from penstock.units import MIB
 
-_SYNC_S = 1.0  # a power cut costs the answers of so many seconds; the end of the process costs none
+_SYNC_S = 1.0  # a power cut costs the answers of so many seconds; if the process ends, none are lost
 _BEGINS = b'{"id": "'
 _LOOKED_AT_BYTES = 64  # of a line, in which its id is
 
@@ -82,7 +83,7 @@ class Journal:
         self.done.add(number)
 
     def sync(self) -> None:
-        """Returns when what was added survives a power cut. Raises OSError."""
+        """Returns once the added lines survive a power cut. Raises OSError."""
         os.fsync(self._fd)
         self._synced_s = time.monotonic()
 

@@ -22,7 +22,7 @@ _ID = "batch_req_"
 
 
 class LineTooLong(BadRequest):
-    """A line that nobody will read."""
+    """A line is longer than any that is read."""
 
 
 class Lines:
@@ -74,7 +74,7 @@ class Lines:
         return line
 
     def id_of(self, number: int) -> str:
-        """An id that nothing but this line, at this place, asked of this model, has."""
+        """An id that belongs to this line, at this place, asked of this model, and to nothing else."""
         return f"{_ID}{number:0{_NUMBER_DIGITS}x}{self._digest_of(number).hex()}"
 
     def number_of(self, line_id: object) -> int | None:
@@ -83,7 +83,7 @@ class Lines:
         return number if number is not None and self.id_of(number) == line_id else None
 
     def begins_id(self, text: str) -> bool:
-        """Whether an id of one of the lines begins so."""
+        """Whether an id of one of the lines begins with this."""
         if len(text) < len(_ID) + _NUMBER_DIGITS:
             return _ID.startswith(text[: len(_ID)]) and _is_hex(text[len(_ID) :])
         number = self._number_in(text)

@@ -1,8 +1,8 @@
 """The same batch on several machines, over Ray Data: an engine on each node, and blocks of lines as the unit of work.
 
-The machine where the command runs keeps the journal. A block's answers come to it together. So what a node that died
-had answered of its block is answered again by another, and nothing is in the file twice. Each node finds the model as
-the command does: by a path that all nodes have, or by a name on the Hub. A node whose model is another one is refused.
+The machine where the command runs keeps the journal. A block's answers come to it together. If a node dies, another one
+answers its whole block again, and nothing is in the file twice. Each node finds the model as the command does: by a
+path that all nodes have, or by a name on the Hub. A node whose model is another one is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # A node has so many blocks, or more of at most so many lines: a node that dies loses at most one of them.
 _BLOCKS_A_NODE, _MOST_LINES = 8, 256
 _MOST_RESTARTS = 3  # of a node's engine, and of a block that it was answering
-_MOST_WAIT_S = 60.0  # for the nodes' processors, which other work of the cluster may have
+_MOST_WAIT_S = 60.0  # seconds to wait for the nodes' processors, which other work of the cluster may have
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class NodeWork:
 
 @dataclass
 class Told:
-    """What all blocks did so far. Peaks are those of the node that took most."""
+    """Sums over all blocks so far. Peaks are those of the node that took most."""
 
     lines: int = 0
     failed: int = 0
@@ -228,9 +228,9 @@ def _table(block: list[dict[str, Any]]) -> Any:
 
 
 def _cpus_an_engine(cpus: Sequence[float], nodes: int) -> int:
-    """Processors that each of so many engines gets, of the cluster's nodes with so many each. With enough nodes it is
-    what the last of the largest ones has, else the most that can be had for all of them. Raises BadRequest where it is
-    none."""
+    """How many processors each of `nodes` engines gets. `cpus`: the processors of each of the cluster's nodes. With
+    enough nodes it is the number that the smallest of the nodes taken has. Else it is the largest number that all
+    engines can have. Raises BadRequest if that is 0."""
     largest = sorted((int(each) for each in cpus), reverse=True)
     if len(largest) >= nodes and largest[nodes - 1]:
         return largest[nodes - 1]
@@ -241,7 +241,7 @@ def _cpus_an_engine(cpus: Sequence[float], nodes: int) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came from."""
+    """An error and the errors that caused it."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

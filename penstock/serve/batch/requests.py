@@ -36,7 +36,7 @@ class NoRequest(Exception):
 
 
 class _Line(BaseModel):
-    """A line. What else it holds is not read."""
+    """A line. Other fields of it are not read."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     custom_id: str
@@ -47,7 +47,7 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class LineRequest:
-    """A line's request. `prompts`: token ids of each prompt. `chat`: the conversation that it is, if it is one."""
+    """A line's request. `prompts`: token ids of each prompt. `chat`: its conversation, if it is a chat."""
 
     custom_id: str
     body: Body
@@ -55,7 +55,7 @@ class LineRequest:
     chat: ChatPrompt | None = None
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
-        """How tokens are chosen; of embeddings, that none is. Raises BadRequest."""
+        """The sampling parameters. Those of embeddings mean nothing. Raises BadRequest."""
         if isinstance(self.body, EmbeddingRequest):
             return SamplingParams(max_tokens=1)
         params = self.body.params(generation_config, most_tokens)
@@ -133,7 +133,7 @@ def _prompts(body: CompletionRequest, tokenizer: Tokenizer) -> tuple[list[int], 
 
 
 def echoed(request: LineRequest, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What is written before each answer; () where nothing is."""
+    """The texts that are written before the answers; () if there are none."""
     body = request.body
     if not isinstance(body, CompletionRequest) or not body.echo:
         return ()

@@ -25,10 +25,11 @@ _MOST_KEPT_TOKENS = 1 << 20
 
 
 class Todo(NamedTuple):
-    """A line that is to be answered. `answers`: to all of its `prompts`. `prompt_tokens`: of these prompts, as often as
-    each is answered. `output_tokens`: that each answer may have. `beginning`: what the first page of KV of its first
-    prompt holds, so that lines with the same one can follow each other. `shared_tokens`: of its first prompt, that the
-    first line with this beginning has too; 0 for that line."""
+    """A line that is to be answered. `answers`: to all of its `prompts`. `prompt_tokens`: of these prompts, each
+    counted as often as it is answered. `output_tokens`: the most of each answer. `beginning`: a hash of the tokens of
+    the first KV page of its first prompt, -1 if the prompt ends within that page, so that lines with the same beginning
+    can follow each other. `shared_tokens`: how many first tokens of its first prompt the first line with this beginning
+    has too; 0 for that line."""
 
     number: int
     answers: int
@@ -56,17 +57,17 @@ class Survey:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of a prompt, on average."""
+        """Tokens of a prompt, on average."""
         return max(1, -(-sum(each.prompt_tokens for each in self.todo) // max(1, self.answers)))
 
     @property
     def output_tokens(self) -> int:
-        """That an answer may have, on average."""
+        """The most tokens of an answer, on average."""
         return max(1, -(-sum(each.output_tokens * each.answers for each in self.todo) // max(1, self.answers)))
 
 
 class AnswerJournal(Protocol):
-    """Where answers are written down: a file, or a list on its way to one."""
+    """A place where answers are written down: a file, or a list on its way to one."""
 
     def id_of(self, number: int) -> str:
         """The id of a line's answer."""
@@ -121,8 +122,8 @@ def survey(
 
 
 def refuse(journal: AnswerJournal, number: int, error: NoRequest) -> None:
-    """Writes down why a line has no answer: as the server would have answered, or where it is no request at all as an
-    error alone. Raises StorageFailed."""
+    """Writes down why a line has no answer: as the server would have answered, or, if the line is no request at all, as
+    an error alone. Raises StorageFailed."""
     if error.code == "invalid_line":
         journal.add(number, error.custom_id, None, {"code": error.code, "message": error.message})
         return
@@ -137,8 +138,9 @@ def response(journal: AnswerJournal, number: int, status: int, body: Any) -> dic
 
 
 def ordered(todo: Sequence[Todo]) -> list[Todo]:
-    """Lines that begin alike follow each other, so that what they share is read once. The longest come first: at the
-    end, when places stay empty, short answers are left."""
+    """The lines in the order in which they are answered. Lines that begin alike follow each other, so that their
+    beginning is read once. The longest come first, so that short answers are left at the end, when places stay
+    empty."""
     longest: dict[int, int] = {}
     for each in todo:
         longest[each.beginning] = max(longest.get(each.beginning, 0), _length(each))
@@ -152,7 +154,7 @@ def _length(todo: Todo) -> int:
 def _todo(
     number: int, request: LineRequest, so_far: Survey, generation_config: dict[str, Any], most_tokens: int, context: int
 ) -> Todo:
-    """What is to be done for a line. `so_far`: the survey, which this line is added to. Raises NoRequest."""
+    """The work of a line. `so_far`: the survey, which this line is added to. Raises NoRequest."""
     try:
         params = request.params(generation_config, most_tokens)
     except BadRequest as error:
