@@ -39,7 +39,7 @@ class Bar:
 
 @contextmanager
 def bar(title: str) -> Iterator[Bar]:
-    """Yields a bar, which is gone at the end."""
+    """Yields a bar, and clears it at the end."""
     drawn = Bar(title)
     try:
         yield drawn

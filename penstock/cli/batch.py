@@ -81,7 +81,7 @@ def batch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Answers to a file of requests, as many at once as makes most tokens a second.
+    """Answers a file of requests, as many at once as give the most tokens a second.
 
     Lines are chats, completions and embeddings (/v1/chat/completions, /v1/completions, /v1/embeddings) with all that
     the server takes. A line that cannot be answered gets an error line. OUT is written as answers come, in any order;
@@ -96,7 +96,7 @@ def batch(
     if nodes is not None and importlib.util.find_spec("ray") is None:
         raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'")
     plan = given_plan(plan_file, machine, work)
-    work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
+    work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
     from penstock.serve.batch.answering import BatchRun
@@ -168,8 +168,8 @@ def batch(
 def _over_nodes(
     there: NodeWork, lines: Lines, journal: Journal, found: Survey, nodes: int, earlier: tuple[int, int], as_json: bool
 ) -> None:
-    """Answers by engines on several machines, and says what came of it. `earlier`: lines that were refused, and that
-    were done before."""
+    """Answers by engines on several machines, and prints the result. `earlier`: how many lines were refused, and how
+    many were done before."""
     from penstock.serve.batch.nodes import Told, answer
 
     told, start_s = Told(), time.perf_counter()
@@ -219,7 +219,7 @@ def _ask(work: BatchWorkload, machine: Machine, found: Survey, context: int) -> 
 
 
 def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loading:
-    """How to load. `more_bytes`: of memory that the process takes, beyond those of `beside`."""
+    """How the model is loaded. `more_bytes`: memory that the process takes beyond `beside`."""
     from penstock.serve.loading import Loading
 
     how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
@@ -229,7 +229,7 @@ def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loadi
 
 
 def _utf8(name: str) -> str:
-    """A name as answers bear it: what of it is no UTF-8 is replaced."""
+    """A model's name for answers. Bytes of it that are no UTF-8 are replaced."""
     return name.encode(errors="replace").decode()
 
 
@@ -286,7 +286,7 @@ def _report(engine: Engine, done: Done, refused: int, before: int, places: int, 
 
 
 def _counts(done: Done | None, refused: int, before: int, lines: int) -> dict[str, Any]:
-    """What a run did, as JSON. `done`: None where nothing was left to be answered; then there is no plan either."""
+    """The result of a run as JSON. `done`: None if nothing was left to be answered; then there is no plan either."""
     return {
         "lines": lines,
         "resumed": before,

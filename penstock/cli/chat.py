@@ -1,6 +1,6 @@
-"""A chat at the terminal: turns, commands, and what leaves when the context is full.
+"""A chat at the terminal: turns, commands, and which turns are dropped when the context is full.
 
-The keys and values of a conversation stay, so a turn computes what is new alone (`Engine.holds`).
+The keys and values of a conversation stay, so a turn computes only what is new (`Engine.holds`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _MOST_MESSAGES = 10_000
 
 
 def opening(system: str | None) -> Messages:
-    """What stands before the first turn."""
+    """The messages before the first turn."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 class Chat:
-    """A conversation with a model. `messages`: what was said so far. `system`: what the model is told before.
-    `thoughts`: whether what it thinks is shown."""
+    """A conversation with a model. `messages`: the turns so far. `system`: the system prompt. `thoughts`: whether the
+    model's thoughts are shown."""
 
     def __init__(
         self, engine: Engine, params: SamplingParams, system: str | None = None, thoughts: bool = True
@@ -69,8 +69,8 @@ class Chat:
             self._params = replace(params, stop=(*params.stops, _NEXT_TURN))
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. A turn that
-        fails by an error that the user can mend is taken back. Raises any other PenstockError."""
+        """Answers the user's turns until they end. Ctrl-C ends an answer, and between two answers the chat. If a turn
+        fails by an error that the user can mend, the turn is taken back. Raises any other PenstockError."""
         self._promised = promise(self._engine)
         for turn in turns(lines):
             if not turn.strip():
@@ -85,7 +85,7 @@ class Chat:
                 return
 
     def _hear(self, turn: str) -> None:
-        """A turn, or a command. Raises BadRequest for a command that there is not."""
+        """Takes a line: a turn, or a command. Raises BadRequest for an unknown command."""
         word, _, rest = turn.strip().partition(" ")
         if not word.startswith("/") or "/" in word[1:]:  # a path is no command
             self._say(turn)
@@ -95,7 +95,7 @@ class Chat:
             raise BadRequest(f"there is no {word}: /help lists what there is")
 
     def _say(self, turn: str) -> None:
-        """Answers a turn. What was said of an answer that Ctrl-C ends stays in the conversation."""
+        """Answers a turn. If Ctrl-C ends the answer, the part that was said stays in the conversation."""
         self.messages.append({"role": "user", "content": turn})
         heard: list[str] = []
         engine, asked = self._engine, None
@@ -122,14 +122,15 @@ class Chat:
         tell_speed(self._engine, generation, self._promised)
 
     def _tell_rewritten(self, asked: ChatPrompt) -> None:
-        """Says so where the template writes turns otherwise than they were, so that they are read again."""
+        """Tells the user if the template writes earlier turns otherwise than they were, since they are read again
+        then."""
         again = len(asked.ids) - self._engine.holds(asked.ids)
         if self._conversation.rewritten and again > 1:
             note(f"the chat template writes earlier turns anew: {again} of {len(asked.ids)} tokens are read")
 
     def _within_context(self) -> ChatPrompt:
-        """The prompt of the conversation. Where it leaves no room for an answer the oldest turns leave, until half of
-        the context is free, so that this does not come again with each turn."""
+        """The prompt of the conversation. If it leaves no room for an answer, the oldest turns are dropped until half
+        of the context is free, so that this does not happen again with each turn."""
         context, prompt = self._engine.plan.context, self._conversation.prompt
         asked, left = prompt(self.messages), 0
         wanted = context - min(self._params.max_tokens, context // 2)
@@ -232,7 +233,7 @@ def _messages_of(file: Path) -> Messages:
 
 
 def turns(lines: Iterator[str]) -> Iterator[str]:
-    """Lines as turns: what stands between three quotes is one of them."""
+    """Lines as turns. The lines between three quotes are one turn."""
     for line in lines:
         if not line.lstrip().startswith(_QUOTES):
             yield line
@@ -249,8 +250,8 @@ def turns(lines: Iterator[str]) -> Iterator[str]:
 
 @contextmanager
 def typed_lines(folder: Path) -> Iterator[Iterator[str]]:
-    """The lines that the user types until Ctrl-D, with line editing where the platform has it, and with what was typed
-    in earlier chats, which `folder` keeps."""
+    """The lines that the user types until Ctrl-D, with line editing where the platform has it, and with a history of
+    lines, which `folder` keeps."""
     if not sys.stdout.isatty():  # the answers go to a file, and the "> " should not
         yield _lines(_ask_on_stderr)
         return
@@ -268,7 +269,7 @@ def typed_lines(folder: Path) -> Iterator[Iterator[str]]:
         readline.set_history_length(_HISTORY_LINES)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            before = os.umask(0o077)  # what people type is nobody else's
+            before = os.umask(0o077)  # the history is for its owner alone
             try:
                 readline.write_history_file(file)
             finally:

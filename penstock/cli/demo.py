@@ -18,7 +18,7 @@ from penstock.units import format_bytes
 
 MODEL = Path(penstock.__file__).parent / "assets" / "tale-llama"
 PROMPT = "Once upon a time"
-# A story wants some chance. The seed makes it the same story on all machines whose arithmetic rounds alike.
+# A story needs some randomness. The seed makes it the same story on all machines whose arithmetic rounds alike.
 TELLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}
 SEED = 1
 

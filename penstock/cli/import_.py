@@ -55,7 +55,7 @@ def import_(
 
 
 def _format(model: Found) -> tuple[str, str]:
-    """The format of a model's weights, and why it does not run: "" where it does."""
+    """The format of a model's weights, and why the model does not run; "" if it runs."""
     from penstock.serve.planning import describe
     from penstock.store.own import own_format
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from penstock.serve.engine import Engine
 
 _FIRST_S, _EVERY_S = 0.5, 0.25
-_WINDOW_S = 2.0  # over which the disk's speed is taken
+_WINDOW_S = 2.0  # seconds over which the disk's speed is taken
 _LEAST_ROWS, _LEAST_COLUMNS = 3, 20
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_MOST_SHOWN = 0.99  # of a prompt, before it is known to be read
+_MOST_SHOWN = 0.99  # the largest share of a prompt that is shown before all of it was read
 
 # Index and reverse index (the codes of _ROOM) make room below and keep the column, also at the bottom of the screen.
 _ROOM, _SAVE, _BELOW, _RESTORE = "\033D\033M", "\0337", "\033[B\r", "\0338"
@@ -59,7 +59,7 @@ class Progress:
             self._rows += count
             self._told_s = self._clock()
             if self._rows >= self._prompt:
-                self._start_s = self._told_s  # from here on of decoding
+                self._start_s = self._told_s  # from here on the count is of decoding
 
     def line(self) -> str:
         """'⠙ reading the prompt: 512 of 2048 tokens, 25 %, 31.2 tok/s, 49 s left, disk 2.85 GB/s', or
@@ -76,7 +76,8 @@ class Progress:
         return ", ".join(parts)
 
     def _reading(self, now_s: float) -> list[str]:
-        """Between two passes the count goes on at the speed so far; before the first one, at the speed foretold."""
+        """The line while prompts are read. Between two passes the count goes on at the speed so far, and before the
+        first pass at the foretold speed."""
         self._drawn += 1
         spinner, prompt = _SPINNER[self._drawn % len(_SPINNER)], self._prompt
         spent_s = self._told_s - self._start_s if self._rows else self._foretold_s
@@ -149,13 +150,13 @@ class Live:
         return _ERASE_BELOW if self._below else f"\r{_ERASE_LINE}"
 
     def _emit(self, codes: str) -> None:
-        """Prints codes alone. Where the terminal is gone, this must not end the answer; printing its text will."""
+        """Prints only codes. If the terminal is gone, this must not end the answer; printing its text will."""
         with suppress(OSError, ValueError):
             print(codes, end="", file=sys.stdout if self._below else sys.stderr, flush=True)
 
 
 class Plain:
-    """Prints text, and no line. In place of `Live`."""
+    """Stands in place of `Live`: prints text, and no line."""
 
     def write(self, text: str, style: str = "") -> None:
         print(_styled(text, style), end="", flush=True)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from penstock.runtime.host import Progress
     from penstock.serve.generation import Generation
 
-_FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0  # until progress is shown; between two updates, of a terminal and of a file
+# Seconds until progress is shown, and between two updates of a terminal, or of a file.
+_FIRST_S, _TTY_S, _PLAIN_S = 0.5, 0.1, 5.0
 
 _LONGEST_LINE, _KEPT_END = 1000, 200  # characters
 _SPEED_COLUMNS = 79 - len("penstock: ")
@@ -136,7 +137,7 @@ def progress_line(text: str, done: int, total: int, per_s: float) -> str:
 
 def speed_line(generation: Generation, prediction: Prediction) -> str:
     """A line of measured speed beside predicted, and the disk's speed meanwhile: under 80 columns with `penstock: `.
-    What has no room is left out, from the end."""
+    Figures that have no room are left out, from the end."""
     parts = speed_parts(generation, prediction)
     while len(parts) > 1 and len(" · ".join(parts)) > _SPEED_COLUMNS:
         parts.pop()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
     from penstock.spec.model import ModelSpec
 
-_TRACED_TOKENS = 16  # that the trace of a prediction has; further tokens look alike
+_TRACED_TOKENS = 16  # tokens in the trace of a prediction; further tokens look alike
 _MACHINES = Path(penstock.__file__).parent / "machines"
 
 MachineName = Annotated[
@@ -187,7 +187,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
     if context_told is not None:
         print(fitted(context_told))
-    if how.why and how.machine_file is None:  # others' figures are of data sheets, and no run has shifted them
+    if how.why and how.machine_file is None:  # other machines' figures are data sheets', which no run shifts
         from penstock.serve import lately as rates
 
         print(fitted("\n".join(f"· {line}" for line in rates.why(lately, solved, settle_context(ask, spec)))))
@@ -200,7 +200,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
 
 
 def _plan_files(several: Several, how: _How) -> None:
-    """What each of several GGUF files on the Hub would do here. Raises as `peek_each`, and for flags."""
+    """Plans each of several GGUF files on the Hub. Raises as `peek_each`, and for flags."""
     from penstock.cli.plan_files import plan_each, report, table
     from penstock.hubs.headers import peek_each
     from penstock.planner.solve import solve

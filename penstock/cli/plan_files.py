@@ -1,4 +1,4 @@
-"""`penstock plan` of a model on the Hub that is there in several GGUF files: what each of them would do here."""
+"""`penstock plan` of a model that the Hub has in several GGUF files: how fast each of them would be here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE = "{:<22}{:>12}{:>12}{:>14}{:>16}"
 
 
 class PlannedFile(NamedTuple):
-    """A file, and what was predicted; None, where `why` says why not."""
+    """A file and its prediction. Without a prediction `why` says why."""
 
     choice: Choice
     predicted: Prediction | None

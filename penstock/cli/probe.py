@@ -15,7 +15,7 @@ from penstock.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
 
-_BUSY = 0.5  # a load, over the last minute, beyond this share of all CPUs is told
+_BUSY = 0.5  # if the load of the last minute is beyond this share of all CPUs, the user is told
 _GOOD_R2 = 0.95
 _LARGE, _SMALL = 4 << 20, 64 << 10  # bytes of a read of the disk
 
@@ -65,7 +65,7 @@ def probe(
 
 
 def summary(machine: MachineSpec) -> list[str]:
-    """The machine in eight lines, with a picture: disk, RAM and processor, and what flows between them."""
+    """The machine in eight lines, with a picture of disk, RAM and processor and the speeds between them."""
     ram, disk = machine.rate(CPU, "*", "*"), machine.rate(DISK.reads, "load", "*")
     small, written = machine.rate(DISK.reads, "fetch", "*"), machine.rate(DISK.writes, "save", "*")
     speeds = {"disk": _LARGE / (disk.alpha_s + _LARGE * disk.s_per_byte), "RAM": _per_s(ram.s_per_byte)}
@@ -95,7 +95,7 @@ def summary(machine: MachineSpec) -> list[str]:
 
 
 def _per_s(seconds: float) -> float:
-    """What costs so many seconds a piece, in pieces a second; 0 where it costs none."""
+    """Pieces a second of what takes so many seconds a piece; 0 if it takes none."""
     return 1 / seconds if seconds else 0.0
 
 

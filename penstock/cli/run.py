@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
 
-UNTIL_END = -1  # of --max-tokens: until the context's end
+UNTIL_END = -1  # the value of --max-tokens that means the context's end
 
 
 def run(
@@ -155,7 +155,8 @@ def run(
 
 def _import_ahead(module: str) -> None:
     """Imports a module in a thread, while this one waits for the child that reads the tokenizer. 128 thousand tokens
-    take that 0.2 s, and the engine's modules take 0.13 s. What fails here fails again where the module is wanted."""
+    take that 0.2 s, and the engine's modules take 0.13 s. An import that fails here fails again where the module is
+    needed."""
 
     def import_it() -> None:
         with contextlib.suppress(Exception):
@@ -197,7 +198,7 @@ def answer(
         if asked is not None and (not thoughts or sys.stdout.isatty()):
             params, reading = asked.ruled(params), asked.reading(params)
         else:
-            reading = None  # whoever reads the output takes it apart
+            reading = None  # a program that reads the output takes it apart
         generation = print_stream(engine, prompt, params, lead, reading, thoughts)
     except KeyboardInterrupt:
         print(flush=True)  # so that the shell's prompt stands on a line of its own
@@ -241,8 +242,8 @@ def _print_report(
     sampling_from_model  the names of the values that came from the latter
     renewed              the promise by the speed that disk and RAM had right before the answer
     rates                the rates that the plan took otherwise than measured
-    loading              seconds until all weights that stay were there, and how many of these the system spent on
-                         making pages ready
+    loading              seconds until all weights that stay were loaded, and how many of these the system spent on
+    making pages ready
     """
     from penstock.serve.generation import report_all
     from penstock.serve.run_bound import share_of_bound

@@ -42,7 +42,7 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"
 # What the process takes beside what `run` takes. Its libraries are 12 MiB, and 64 clients with 256 requests made that
 # 25 MiB. Bodies are at most 16 MiB together (`api/guard`), and are there twice: as bytes and as text.
 SERVER_BYTES = 64 * MIB
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 512, 256  # that plans are made for where no flag says
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 512, 256  # plans are made for so many where no flag says
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -140,7 +140,7 @@ def serve(
     context, speed = engine.plan.context, engine.prediction.decode_tokens_per_s
     sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
     shelf = Shelf(first, {called: partial(load, called) for called in paths}, queue)
-    del first, engine  # it may give its place to another one
+    del first, engine  # this model may give its place to another one
 
     def ready(at: int) -> None:
         shown = f"[{host}]" if ":" in host else host

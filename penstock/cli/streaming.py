@@ -22,8 +22,8 @@ _CONTROLS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *ran
 
 
 def promise(engine: Engine) -> Prediction:
-    """What to hold an answer to: the prediction, or where disk or RAM give something else today, and that differs by
-    more than the error band, today's, which is told."""
+    """The promise that an answer is held to. It is the prediction. If disk or RAM give something else today, and that
+    differs by more than the error band, it is today's, and the user is told."""
     renewed = engine.renew()
     if renewed is None:
         return engine.prediction
@@ -45,7 +45,7 @@ def tell_speed(engine: Engine, generation: Generation, prediction: Prediction) -
 
 
 class Voice:
-    """Prints the parts of one answer: what is said, and what is thought dimmed, or not at all. `said`: so far."""
+    """Prints the parts of one answer. Thoughts are dimmed, or not shown at all. `said`: the text so far."""
 
     def __init__(self, write: Callable[[str, str], None], reading: Reading | None, thoughts: bool) -> None:
         self._write, self._reading, self._thoughts = write, reading, thoughts
