@@ -7,9 +7,8 @@ For each block and mode, `terms` writes the program, `programs/policy` solves it
 plan. KV is placed by whole layers, so the program is solved again with KV fixed to whole layers. The plan differs from
 that solution by less than a granule of weights a layer.
 
-For each way and mode the best block is a candidate. Where the CPU attends, there are two: the best block of one batch,
-and the best of several. `solve` simulates the candidates that may win, because the program knows nothing of lanes that
-wait for each other, or that work at once.
+For each way and mode there are two candidates: the best block of one batch, and the best of several. `solve` simulates
+the candidates that may win, because the program knows nothing of lanes that wait for each other, or that work at once.
 """
 
 from __future__ import annotations
@@ -41,12 +40,10 @@ _ATTEMPTS = 4
 # A mode is a candidate if its policy takes at most so many times as long as the best of its way, by the program. Of 57
 # random machines the simulated best was never beyond 1.07 (docs/LOG.md).
 _HOPELESS = 1.25
-# Policies whose times differ by less than this share are equals by the program, and the one with the fewest batches is
-# taken, which is tried first. Each batch of a layer waits for its turn of the windows that KV moves through, which the
-# program does not know: 64 sequences in 4 batches took 1.026 times as long as in 2 where it saw no difference.
-_EQUAL_SHARE = 1e-3
-# Who attends (ATTENDS), what may be where, and whether the CPU attends to one batch while the device computes another.
-# The program adds up what both compute, so it cannot tell what that gains.
+# Who attends (ATTENDS), what may be where, whether a block has several batches. The program adds up what the CPU and
+# the device compute, so it cannot tell what it gains if the CPU attends to one batch while the device computes another.
+# Nor does it know that each batch of a layer waits for its turn of the windows that KV moves through: where it saw no
+# difference, 4 batches of 16 took 1.026 times as long as one of 64 (docs/LOG.md).
 Way = tuple[str, Mode, bool]
 
 
@@ -100,9 +97,8 @@ def _best(problem: Problem, main: Executor, attends: str, like: Sequence[BlockSh
         for gpu_batch, batches, chunk_rows in trying:
             terms = Terms(BlockShape(problem, main, gpu_batch, batches, chunk_rows, attends))
             for mode in modes(terms.shape):
-                way = (attends, mode, attends != "device" and batches > 1)
-                best_s = best[way].seconds_a_sequence if way in best else inf
-                policy = place(terms, mode, best_s * (1 - _EQUAL_SHARE))
+                way = (attends, mode, batches > 1)
+                policy = place(terms, mode, best[way].seconds_a_sequence if way in best else inf)
                 if policy is not None:
                     best[way] = policy
         tried = set(trying)
