@@ -17,12 +17,12 @@ MAY_IMPORT = {
     "models": {"spec"},
     "graph": {"spec"},
     "planner": {"graph", "spec"},
-    "store": {"models", "spec", "_native"},  # the hash of granules
+    "store": {"models", "spec", "_native"},
     "hubs": {"models", "spec", "store"},
     "kernels": {"graph", "spec", "_native"},
     "runtime": {"graph", "spec", "kernels", "store", "_native"},
     "serve": {"planner", "runtime", "hubs", "store", "graph", "models", "spec"},
-    "cli": {"planner", "runtime", "hubs", "store", "graph", "models", "spec", "serve", "kernels", "_native"},
+    "cli": {"planner", "runtime", "hubs", "store", "graph", "models", "spec", "serve", "kernels"},
 }
 STANDARD_LIBRARY_ONLY = ("spec", "models", "graph", "planner")
 HIGHS_ALLOWED = ("planner/programs/highs.py",)  # the linear and integer programs; imported when it is asked
