@@ -113,6 +113,10 @@ class Cost:
         """The speed of large calls of an op in bytes per second, if no other lane is busy."""
         return 1 / max(self._line((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
 
+    def bytes_in(self, seconds: float, lane: Lane, op: str, fmt: str) -> float:
+        """Bytes that large calls of an op move in so many seconds, if no other lane is busy."""
+        return seconds * self.bytes_per_s(lane, op, fmt)
+
     def _as_measured(self, lane: Lane) -> Lane:
         """The lane whose sharing holds for `lane`. If nobody measured a second disk's sharing, it is the first
         one's."""

@@ -107,6 +107,11 @@ def test_only_the_cost_formula_turns_bytes_into_seconds(path: Path) -> None:
     if not relative.startswith(RATES_ALLOWED):
         read = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
         assert not read & RATES, f"{relative} reads {sorted(read & RATES)}: ask planner/cost.py"
+    # A speed is told, or compared with another one; in the planner nobody else counts with it.
+    for node in ast.walk(tree_of(path)) if relative.startswith("planner/") else ():
+        if isinstance(node, ast.BinOp) and relative != "planner/cost.py":
+            parts = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+            assert not any("bytes_per_s" in part for part in parts), f"{relative}:{node.lineno} counts with a speed"
 
 
 # What opens files by itself: others' files are read, and ours written, by store/files.py.

@@ -252,7 +252,7 @@ def lift_bytes(problem: Problem, ring_bytes: int) -> int:
 
     This is computed from the link's line (ScheInfer Eq. 3). PIPO's appendix A finds it by trying. Four such units fit
     into the ring."""
-    wanted = _fixed_s(problem) / FIXED_SHARE * problem.cost.bytes_per_s(GPU.to_device, "lift", "*")
+    wanted = problem.cost.bytes_in(_fixed_s(problem) / FIXED_SHARE, GPU.to_device, "lift", "*")
     return min(round_up(max(1, int(wanted)), MIB), ring_bytes // 4)
 
 
