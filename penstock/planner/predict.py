@@ -92,7 +92,6 @@ class Prediction:
     lane_share      lane → the share of the time in which it is busy in decode
     ttft_lane_share  the same until the first tokens
     disk_bytes_per_token  bytes that a decode pass reads from disks, a sequence
-    peak_host_bytes, peak_device_bytes  of RAM and of the device's memory
     inter_token_s   seconds between tokens
     tier_bytes      memory tier → peak bytes
     experts         the use of caches; None for plans without any
@@ -105,11 +104,17 @@ class Prediction:
     lane_share: dict[Lane, float]
     ttft_lane_share: dict[Lane, float]
     disk_bytes_per_token: float
-    peak_host_bytes: int
-    peak_device_bytes: int
     inter_token_s: Spread
     tier_bytes: dict[Tier, int]
     experts: ExpertUse | None = None
+
+    @property
+    def peak_host_bytes(self) -> int:
+        return self.tier_bytes[HOST]
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return sum(nbytes for tier, nbytes in self.tier_bytes.items() if is_device(tier))
 
     @property
     def ttft_bound_by(self) -> Lane:
@@ -157,7 +162,6 @@ def predict(
     steady = gaps[_WARM_PASSES:]
     streamed = streamed / len(steady)
     step_s = sum(steady) / len(steady)
-    tier_bytes = plan.tier_bytes()
     return Prediction(
         ttft_s=ttft_s,
         decode_tokens_per_s=len(seqs) / step_s,
@@ -167,10 +171,8 @@ def predict(
         lane_share={lane: min(1.0, seconds / sum(steady)) for lane, seconds in busy.items()},
         ttft_lane_share=ttft_share,
         disk_bytes_per_token=streamed / len(seqs),
-        peak_host_bytes=tier_bytes[HOST],
-        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=_spread(steady),
-        tier_bytes=tier_bytes,
+        tier_bytes=plan.tier_bytes(),
         experts=use.per_token(len(steady) * len(seqs), (trace or stated(plan.target.spec)).source, cold_s)
         if plan.caches
         else None,

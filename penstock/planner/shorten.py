@@ -25,7 +25,7 @@ from penstock.planner.simulate import Lowered
 from penstock.spec.ask import Ask
 from penstock.spec.format import Mixed
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import HOST, Lane, is_device, is_disk
+from penstock.spec.places import Lane, is_disk
 from penstock.spec.plan import Plan, PlanModel
 
 _FEW_UNITS = 400  # a plan of so few units is simulated itself, which takes a tenth of a second
@@ -50,7 +50,6 @@ def quick(
     """The prediction of a plan, as `predict` makes it. For a plan of few units it is the same. For others it is exact
     within some hundredths, and takes a fraction of the time. `kept`: keeps the passes, and has those that a prediction
     for another machine has kept."""
-    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
     kept = None if plan.asks else kept  # what answers decide differs from time to time
 
     def of(layers: Sequence[int]) -> Prediction:
@@ -58,9 +57,9 @@ def quick(
         tasks = None if kept is None else _kept(kept, tuple(layers), lambda: lowered(short, ask, spread, heard))
         return predict(short, ask, machine, spread, heard, tasks)
 
-    if chosen is None:
+    if (few := _short_plans(plan)) is None:
         return of(())
-    near, further = _short_plans(chosen)
+    near, further = few
     return _further(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
 
 
@@ -73,10 +72,9 @@ def _kept(kept: Kept, key: tuple[int, ...], lower: Callable[[], Iterator[Lowered
 def quick_s(plan: Plan, seconds: Callable[[Plan], float]) -> float:
     """The seconds of a plan, by a function that may be slow for a plan of many units: it is asked about short plans
     then. Its seconds are to be a line over layers that are alike."""
-    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
-    if chosen is None:
+    if (few := _short_plans(plan)) is None:
         return seconds(plan)
-    near, further = _short_plans(chosen)
+    near, further = few
     near_s = seconds(shortened(plan, near))
     more_s = sum(share * (seconds(shortened(plan, layers)) - near_s) for share, layers in further)
     return max(near_s, near_s + more_s)
@@ -84,8 +82,8 @@ def quick_s(plan: Plan, seconds: Callable[[Plan], float]) -> float:
 
 def short(plan: Plan) -> Plan:
     """A plan with few of the layers, whose passes compare as the plan's do. For a plan of few units it is the plan."""
-    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
-    return plan if chosen is None else shortened(plan, [i for run in chosen for i in run.near])
+    few = _short_plans(plan)
+    return plan if few is None else shortened(plan, few[0])
 
 
 def shortened(plan: Plan, layers: Sequence[int]) -> Plan:
@@ -125,9 +123,12 @@ class _LayerRun(NamedTuple):
     far: list[int]
 
 
-def _short_plans(chosen: Sequence[_LayerRun]) -> tuple[list[int], list[tuple[float, list[int]]]]:
+def _short_plans(plan: Plan) -> tuple[list[int], list[tuple[float, list[int]]]] | None:
     """The layers of the shortest plan; (share, layers) of each longer one, whose difference to the shortest is added
-    `share` times."""
+    `share` times. None if the plan itself is to be simulated: it has few units, or no short plans tell its time."""
+    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
+    if chosen is None:
+        return None
     further = []
     for run in chosen:
         if run.far:
@@ -293,7 +294,6 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
     shares = busy(lambda p: p.lane_share, lambda p: 1 / p.decode_tokens_per_s)
     seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
     fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
-    tier_bytes = plan.tier_bytes()
 
     def of_experts(of: Callable[[ExpertUse], float]) -> float:
         return line(lambda p: of(p.experts) if p.experts is not None else 0.0)
@@ -316,12 +316,10 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
         disk_bytes_per_token=moved_bytes / seqs + fetched + loaded_bytes,
-        peak_host_bytes=tier_bytes[HOST],
-        peak_device_bytes=sum(n for tier, n in tier_bytes.items() if is_device(tier)),
         inter_token_s=Spread(
             line(lambda p: p.inter_token_s.p50), line(lambda p: p.inter_token_s.p95),
             line(lambda p: p.inter_token_s.most),
         ),
-        tier_bytes=tier_bytes,
+        tier_bytes=plan.tier_bytes(),
         experts=use,
     )  # fmt: skip

@@ -152,7 +152,7 @@ def test_shifts_are_bounded(foretold: float, measured: float) -> None:
 
 def a_prediction(decode: float, ttft_s: float = 1.0) -> Prediction:
     lane = {DISK.reads: 1.0}
-    return Prediction(ttft_s, decode, 1.0, DISK.reads, lane, lane, 0.0, 0, 0, Spread(0.0, 0.0, 0.0), {})
+    return Prediction(ttft_s, decode, 1.0, DISK.reads, lane, lane, 0.0, Spread(0.0, 0.0, 0.0), {})
 
 
 def test_what_is_told() -> None:
