@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
 
 from penstock.graph import passes
 from penstock.graph.batch import Batch
@@ -22,8 +24,19 @@ _WARM_PASSES, _COUNTED_PASSES, _CACHE_PASSES = 2, 2, 32
 _FEW = 4  # up to so many answers each number is simulated
 LEAST_PASSES = 4  # of a kind, before what they took is believed
 _LATEST, _MOST_KINDS = 32, 64  # passes that are remembered of a kind, and kinds
+# Times its kind's median that a pass counts for at most: a machine that stood still for a second tells nothing.
+_LONGEST = 3.0
+# How alike kinds are whose distance is small beside _FAR, and how much less than by itself a kind says of its like.
+_FAR, _BESIDE = 0.25, 0.25
 
 Kind = tuple[int, int]  # (answers, rows of prompts) of a pass
+
+
+class TookPasses(NamedTuple):
+    """What the latest passes of a kind took: their mean, and how many they are."""
+
+    seconds: float
+    passes: int
 
 
 class PassTimes:
@@ -34,19 +47,20 @@ class PassTimes:
         self._plan, self._machine, self._mixed = plan, machine, mixed
         self._known: dict[Kind, float] = {}
         self._took: dict[Kind, deque[float]] = {}  # what the latest passes of a kind took
-        # Their medians, of kinds with LEAST_PASSES passes and more. It is replaced and never changed, since one thread
-        # notes passes while another one foretells.
-        self.measured: dict[Kind, float] = {}
+        # Of kinds with LEAST_PASSES passes and more. It is replaced and never changed, since one thread notes passes
+        # while another one foretells.
+        self.measured: dict[Kind, TookPasses] = {}
+        self._corrected: tuple[dict[Kind, TookPasses], dict[Kind, float]] = (self.measured, {})  # by `measured`
 
     def note(self, speaking: int, prompt_rows: int, seconds: float) -> None:
-        """Notes how long a pass of this kind took. A call takes 2 µs. Only one thread may call it."""
+        """Notes how long a pass of this kind took. A call takes some 10 µs. Only one thread may call it."""
         kind = (speaking, prompt_rows)
         took = self._took.pop(kind, None) or deque(maxlen=_LATEST)
         took.append(seconds)
         self._took[kind] = took  # the kind seen last is last
         measured = dict(self.measured)
         if len(took) >= LEAST_PASSES:
-            measured[kind] = statistics.median(took)
+            measured[kind] = TookPasses(_mean(took), len(took))
         if len(self._took) > _MOST_KINDS:
             gone = next(iter(self._took))
             del self._took[gone]
@@ -55,13 +69,25 @@ class PassTimes:
 
     def seconds(self, speaking: int, prompt_rows: int) -> float:
         """Seconds of a pass with a row of each of `speaking` answers and `prompt_rows` rows of prompts: the predicted
-        seconds, times measured over predicted seconds of the most similar passes so far."""
-        predicted_s, measured = self._predicted(speaking, prompt_rows), self.measured
-        alike = [kind for kind in measured if (kind[1] > 0) == (prompt_rows > 0)]
-        if not alike or not predicted_s:
-            return predicted_s
-        nearest = min(alike, key=lambda kind: _distance(kind, (speaking, prompt_rows)))
-        return predicted_s * measured[nearest] / self._predicted(*nearest)
+        seconds, times measured over predicted seconds of passes so far, with prompts if it has some. The more alike and
+        the more these are, the more they count. One kind's own few passes may all come from a slow moment."""
+        measured, known = self._corrected
+        if measured is not self.measured:
+            measured, known = self._corrected = (self.measured, {})
+        kind = (speaking, prompt_rows)
+        if kind not in known:
+            known[kind] = self._predicted(*kind) * self._longer(kind, measured)
+        return known[kind]
+
+    def _longer(self, kind: Kind, measured: dict[Kind, TookPasses]) -> float:
+        """How many times as long passes of a kind take as predicted, by what others took."""
+        all_weight = all_longer = 0.0
+        for other, took in measured.items():
+            if (other[1] > 0) == (kind[1] > 0) and (predicted_s := self._predicted(*other)):
+                weight = took.passes / (_BESIDE + (_distance(other, kind) / _FAR) ** 2)
+                all_weight += weight
+                all_longer += weight * took.seconds / predicted_s
+        return all_longer / all_weight if all_weight else 1.0
 
     def _predicted(self, speaking: int, prompt_rows: int) -> float:
         most = self._plan.batch_seqs * self._plan.batches_per_pass
@@ -128,6 +154,13 @@ def _with_prompt(plan: Plan, p: Pass, seq: int, position: int, rows: int, purpos
     together = tuple(batches.values())
     few = max(batch.total_rows for batch in together) <= plan.asking_rows
     return Pass(purpose, together, Stream(purpose, True, few), few)
+
+
+def _mean(took: Collection[float]) -> float:
+    """Seconds of a pass among others: those that take longer than most are a part of what all take. But none counts for
+    more than _LONGEST medians."""
+    most_s = _LONGEST * statistics.median(took)
+    return sum(min(seconds, most_s) for seconds in took) / len(took)
 
 
 def _distance(a: Kind, b: Kind) -> float:

@@ -127,8 +127,8 @@ def test_passes_that_were_measured_correct_those_like_them() -> None:
         times.note(2, 0, 7.0)
     assert times.seconds(2, 0) == plain.seconds(2, 0)  # too few
     times.note(2, 0, 9.0)
-    assert times.seconds(2, 0) == pytest.approx(7.0)
-    assert times.seconds(3, 0) / plain.seconds(3, 0) == pytest.approx(7.0 / plain.seconds(2, 0))
+    assert times.seconds(2, 0) == pytest.approx(7.5)  # the mean
+    assert times.seconds(3, 0) / plain.seconds(3, 0) == pytest.approx(7.5 / plain.seconds(2, 0))
     assert times.seconds(1, 5) == plain.seconds(1, 5) and times.seconds(0, 0) == 0.0
     for _ in range(LEAST_PASSES):
         times.note(1, 8, 2 * plain.seconds(1, 8))
@@ -136,4 +136,20 @@ def test_passes_that_were_measured_correct_those_like_them() -> None:
     for rows in range(1, 200):
         for _ in range(LEAST_PASSES):
             times.note(1, rows, 1.0)
-    assert len(times.measured) == len(times._took) == 64 and times.measured[1, 199] == 1.0
+    assert len(times.measured) == len(times._took) == 64 and times.measured[1, 199] == (1.0, LEAST_PASSES)
+
+
+def test_a_kind_that_came_often_says_more_than_one_like_it_and_a_standstill_little() -> None:
+    """Both kinds take twice as long as predicted; the second one's first passes came in a moment of three times."""
+    plain, times = PassTimes(PLAN, MACHINE), PassTimes(PLAN, MACHINE)
+    for _ in range(32):
+        times.note(2, 0, 2 * plain.seconds(2, 0))
+    for _ in range(LEAST_PASSES):
+        times.note(3, 0, 3 * plain.seconds(3, 0))
+    few = times.seconds(3, 0) / plain.seconds(3, 0)
+    assert 2 < few < 3 and times.seconds(2, 0) / plain.seconds(2, 0) < 2.2
+    for _ in range(40):
+        times.note(3, 0, 2 * plain.seconds(3, 0))
+    assert times.seconds(3, 0) / plain.seconds(3, 0) == pytest.approx(2)
+    times.note(3, 0, 1000 * plain.seconds(3, 0))
+    assert times.seconds(3, 0) / plain.seconds(3, 0) < 2.2

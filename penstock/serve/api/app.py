@@ -159,8 +159,8 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
             "sequences": plan.batch_seqs * plan.batches_per_pass,
             "prompt_rows": loaded.pace.prompt_rows,
             "passes": [
-                {"answers": answers, "prompt_rows": rows, "seconds": seconds}
-                for (answers, rows), seconds in sorted(loaded.service.pass_times.measured.items())
+                {"answers": answers, "prompt_rows": rows, "seconds": took.seconds, "passes": took.passes}
+                for (answers, rows), took in sorted(loaded.service.pass_times.measured.items())
             ],
             "running": counts.running,
             "waiting": counts.waiting,
