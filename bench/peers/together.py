@@ -24,6 +24,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True)
     parser.add_argument("--sequences", type=int, required=True)
     parser.add_argument("--output", type=int, required=True, help="tokens that the plan is made for")
+    parser.add_argument(
+        "--logprobs", action="store_true", help="of each token too, as the clients of `bench.serve` ask for them"
+    )
     wanted = parser.parse_args()
 
     def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
@@ -38,7 +41,9 @@ def main() -> None:
             prompts = [
                 token_ids(engine.packed.spec.vocab, PROMPT_TOKENS, seq).tolist() for seq in range(wanted.sequences)
             ]
-            answers = engine.generate(prompts, SamplingParams(max_tokens=tokens + 1, ignore_eos=True))
+            logprobs = 0 if wanted.logprobs else None
+            params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True, logprobs=logprobs)
+            answers = engine.generate(prompts, params)
             return {"seconds": answers[0].decode_s, "peak_host_bytes": host.peak_rss_bytes()}
 
         return {"predicted_tokens_per_s": engine.prediction.decode_tokens_per_s}, {"decode": decode}

@@ -40,9 +40,9 @@ def _with_http(bench: Bench, limit: int | None, count: int) -> float:
         return tokens_per_s(server, made, OUTPUT_TOKENS)
 
 
-def _without_http(bench: Bench, limit: int | None, count: int) -> float:
+def _without_http(bench: Bench, limit: int | None, count: int, *more: str) -> float:
     within = () if limit is None else ("--limit", limit)
-    arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT, "--output", OUTPUT_TOKENS, *within)
+    arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT, "--output", OUTPUT_TOKENS, *within, *more)
     model = bench.models["large"]
     with started(bench.folder, "bench.peers.together", limit, model, *arguments, "--sequences", count) as (worker, _):
         worker.ask("decode", 2)
@@ -76,7 +76,7 @@ def http(bench: Bench, rounds: int) -> Iterator[Figures]:
     for i in range(rounds):
         turns = {
             "with_http_tokens_per_s": lambda: _with_http(bench, None, 8),
-            "without_http_tokens_per_s": lambda: _without_http(bench, None, 8),
+            "without_http_tokens_per_s": lambda: _without_http(bench, None, 8, "--logprobs"),
         }
         found.append({})
         for figures in in_turns(turns, i % 2 == 1):
