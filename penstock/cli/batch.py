@@ -166,8 +166,9 @@ def batch(
 
 
 def _over_nodes(
-    there: NodeWork, lines: Lines, journal: Journal, found: Survey, nodes: int, earlier: tuple[int, int], as_json: bool
-) -> None:
+    there: NodeWork, lines: Lines, journal: Journal, surveyed: Survey, nodes: int, earlier: tuple[int, int],
+    as_json: bool,
+) -> None:  # fmt: skip
     """Answers by engines on several machines, and prints the result. `earlier`: how many lines were refused, and how
     many were done before."""
     from penstock.serve.batch.nodes import Told, answer
@@ -178,10 +179,10 @@ def _over_nodes(
         def hear(counts: dict[str, Any]) -> None:
             told.add(counts)
             rate = told.tokens.output / (time.perf_counter() - start_s)
-            tell(f"{rate:.3g} tok/s; answers", told.answers, found.answers)
+            tell(f"{rate:.3g} tok/s; answers", told.answers, surveyed.answers)
 
         try:
-            answer(there, lines, journal, found, nodes, hear)
+            answer(there, lines, journal, surveyed, nodes, hear)
         except KeyboardInterrupt:
             _say_left(lines, journal)
             raise
@@ -207,15 +208,15 @@ def _say_left(lines: Lines, journal: Journal) -> None:
     note(f"{len(lines) - len(journal.done)} of {len(lines)} lines are left: the same command goes on with them")
 
 
-def _ask(work: BatchWorkload, machine: Machine, found: Survey, context: int) -> Ask:
+def _ask(work: BatchWorkload, machine: Machine, surveyed: Survey, context: int) -> Ask:
     """The ask for answers of average length, which share KV pages as each grows. More context than the longest of them
     needs is of no use, so with `--context -1` it does not grow either."""
     from penstock.serve.batch.sizing import of_size
 
-    ask = work.ask(machine, found.prompt_tokens, found.output_tokens)
-    scored = DEFAULT_SCORE_ROWS if found.scores else 0
-    ask = replace(ask, context=min(context, found.longest), grow_context=False, score_rows=scored)
-    return of_size(ask, min(work.batch, found.answers, MOST_SEQUENCES))
+    ask = work.ask(machine, surveyed.prompt_tokens, surveyed.output_tokens)
+    scored = DEFAULT_SCORE_ROWS if surveyed.scores else 0
+    ask = replace(ask, context=min(context, surveyed.longest), grow_context=False, score_rows=scored)
+    return of_size(ask, min(work.batch, surveyed.answers, MOST_SEQUENCES))
 
 
 def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loading:
@@ -233,12 +234,12 @@ def _utf8(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _beside(found: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
+def _beside(surveyed: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
     """Memory that the process takes beside the model."""
     from penstock.serve.batch.lines import LINE_BYTES
     from penstock.serve.guides import guide_bytes, has_guides
 
-    guide = guide_bytes(tokenizer.size) if found.schemas and has_guides() else 0
+    guide = guide_bytes(tokenizer.size) if surveyed.schemas and has_guides() else 0
     return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(lines) + guide, "guide_bytes": guide}
 
 

@@ -216,15 +216,15 @@ class KeptKv:
 
 def _models(name: str, path: str, more: list[str]) -> dict[str, str]:
     """Paths by name, of MODEL first. Raises BadRequest for what is no NAME=PATH, and for a name that comes twice."""
-    found = {name: path}
+    paths = {name: path}
     for given in more:
         called, _, where = given.partition("=")
         if not (called and where):
             raise BadRequest(f"--model {given}: it should be NAME=PATH")
-        if called in found:
+        if called in paths:
             raise BadRequest(f"--model {given}: there is a model {called} already")
-        found[called] = where
-    return found
+        paths[called] = where
+    return paths
 
 
 def _keys(file: str | None) -> tuple[Key, ...]:

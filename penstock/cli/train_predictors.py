@@ -87,12 +87,12 @@ def train_predictors(
         )
 
 
-def _print_json(found: Predictors, spec: ModelSpec, kept: Path) -> None:
-    mean = found.mean(spec)
+def _print_json(predictors: Predictors, spec: ModelSpec, kept: Path) -> None:
+    mean = predictors.mean(spec)
     print_json(
         {
-            "tokens": found.tokens, "text_sha256": found.text_sha256, "file": str(kept),
-            "weights": found.weights(spec), "recall": mean.recall, "false_alarms": mean.false_alarms,
-            "active": mean.active[0], "layers": [dataclasses.asdict(each) for each in found.layers],
+            "tokens": predictors.tokens, "text_sha256": predictors.text_sha256, "file": str(kept),
+            "weights": predictors.weights(spec), "recall": mean.recall, "false_alarms": mean.false_alarms,
+            "active": mean.active[0], "layers": [dataclasses.asdict(each) for each in predictors.layers],
         }
     )  # fmt: skip

@@ -83,6 +83,6 @@ def quantisation_of(path: str) -> str:
     """The quantisation that a GGUF file's name tells, in capitals; or its folder's, as `Q4_K_M/model-00001-of-3.gguf`.
     "" where neither does."""
     for part in reversed(path.split("/")):
-        if found := _QUANTISATION_IN_NAME.findall(part.removesuffix(".gguf")):
-            return str(found[-1]).upper()
+        if names := _QUANTISATION_IN_NAME.findall(part.removesuffix(".gguf")):
+            return str(names[-1]).upper()
     return ""

@@ -41,13 +41,13 @@ def locate(
     """The files of MODEL, with weights. A model of the Hub that is not here is downloaded; one that is here is taken
     as it is. `check`: gets, before a model is downloaded, what a plan may read in its place, and raises where it would
     be of no use. Raises BadRequest where there is none; UnsupportedModel, BrokenModel, StorageFailed."""
-    found = _kept(model, where, tell)
-    if found is not None:
-        if "snapshots" in found.path.absolute().parts:  # seldom true, and huggingface_hub takes long to import
+    located = _kept(model, where, tell)
+    if located is not None:
+        if "snapshots" in located.path.absolute().parts:  # seldom true, and huggingface_hub takes long to import
             from penstock.hubs.transfer import pin_path
 
-            pin_path(found.path)
-        return found
+            pin_path(located.path)
+        return located
     path, name = _path(model), hub_name(model)
     if name is None:
         return Located(path)
@@ -64,10 +64,10 @@ def locate(
 def to_plan(model: str, where: Where, tell: Tell | None = None) -> Iterator[Path]:
     """Yields a path that has what a plan needs of MODEL. Of a model of the Hub that is not here only headers are read.
     Raises as `locate`."""
-    found = _kept(model, where, tell)
-    name = hub_name(model) if found is None else None
-    if found is not None or name is None:
-        yield found.path if found is not None else _path(model)
+    located = _kept(model, where, tell)
+    name = hub_name(model) if located is None else None
+    if located is not None or name is None:
+        yield located.path if located is not None else _path(model)
         return
     from penstock.hubs import headers, pull  # with huggingface_hub
 
@@ -111,9 +111,9 @@ def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
     return None
 
 
-def _tell_left_out(found: Found, tell: Tell | None) -> None:
-    if found.left_out and tell is not None:
-        tell(f"{found.name}: not used of what Ollama has beside it: {found.left_out}", 0, 0)
+def _tell_left_out(listed: Found, tell: Tell | None) -> None:
+    if listed.left_out and tell is not None:
+        tell(f"{listed.name}: not used of what Ollama has beside it: {listed.left_out}", 0, 0)
 
 
 def _path(model: str) -> Path:

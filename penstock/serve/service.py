@@ -300,9 +300,9 @@ class Service:
 
     def _save(self) -> None:
         """Stores a page, if one is left to be stored."""
-        if (found := self._scheduler.pages.unsaved()) is not None:
-            self._keeper.keep(*found)
-            self._scheduler.pages.saved(found[1])
+        if (unsaved := self._scheduler.pages.unsaved()) is not None:
+            self._keeper.keep(*unsaved)
+            self._scheduler.pages.saved(unsaved[1])
 
     def _move_pages(self, moves: Sequence[Move]) -> bool:
         """Moves pages as a pass asks for. False if a stored page is not what was stored: then all requests begin again
@@ -337,8 +337,8 @@ class Service:
             self._free_s = time.perf_counter()
         else:
             speaking: list[Rows] = []
-            found = zip(step.rows, logits_of_batches, session.best, session.hidden, strict=True)
-            for rows, logits, best, hidden in found:
+            results = zip(step.rows, logits_of_batches, session.best, session.hidden, strict=True)
+            for rows, logits, best, hidden in results:
                 speaking += self._open.hear(rows, logits, best, hidden, ended)
             told = self._open.say(speaking, ended)
             self._note(step)

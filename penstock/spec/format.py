@@ -257,8 +257,8 @@ class Mixed(Format):
 
     def of(self, key: str, block: str) -> Format:
         name = f"{key}.{block}"
-        at = bisect_left(self.others, name, key=lambda other: other[0])
-        return self.others[at][1] if at < len(self.others) and self.others[at][0] == name else self.in_tiles
+        index = bisect_left(self.others, name, key=lambda other: other[0])
+        return self.others[index][1] if index < len(self.others) and self.others[index][0] == name else self.in_tiles
 
 
 def mixture(table: Mapping[str, Format], label: str = "") -> Format:

@@ -89,14 +89,14 @@ def is_finite(packed: Array, cols: int, fmt: Format) -> bool:
     and codes of float8 numbers."""
     blocks = BLOCKS[fmt.kind]
     span = blocks.span(cols)
-    found = packed.reshape(-1, blocks.block_bytes(span))
+    each_block = packed.reshape(-1, blocks.block_bytes(span))
     lo, hi = TILE_ROWS * blocks.scale_bytes(span), TILE_ROWS * blocks.header_bytes(span)
     if blocks.word:
         infinite = np.uint32(0x7F800000)
-        words, codes = np.ascontiguousarray(found[:, :hi]).view(np.uint32), found[:, hi:]
+        words, codes = np.ascontiguousarray(each_block[:, :hi]).view(np.uint32), each_block[:, hi:]
         nan = fmt.kind == "float8" and bool(((codes & 127) == 127).any())
         return not nan and not bool((words & infinite == infinite).any())
-    halves = np.ascontiguousarray(found[:, lo:hi]).view(np.uint16)
+    halves = np.ascontiguousarray(each_block[:, lo:hi]).view(np.uint16)
     return not bool((halves & 0x7C00 == 0x7C00).any())
 
 

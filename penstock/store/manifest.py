@@ -189,11 +189,11 @@ def formats(manifest: Manifest) -> Format:
             f"{part.key}.{block.name}": parse_format(block.format)
             for part in manifest.parts if part.kind in MIXED for block in part.blocks if block.tiled
         }  # fmt: skip
-        found = mixture(table, manifest.weights)
+        mixed = mixture(table, manifest.weights)
         # Formats of one kind are no mixture: their groups differ where matrices have few columns (`Format.within`).
-        if found.name != manifest.weights or len({fmt.kind for fmt in table.values()}) == 1:
+        if mixed.name != manifest.weights or len({fmt.kind for fmt in table.values()}) == 1:
             raise
-        return found
+        return mixed
 
 
 def dumps(manifest: Manifest) -> str:

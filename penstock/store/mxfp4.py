@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 def paired(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The same tensors, but of each pair NAME_blocks holds both, with dtype MXFP4 and the shape of the numbers. Raises
     BrokenModel for a pair whose shapes do not fit."""
-    found = dict(tensors)
+    by_name = dict(tensors)
     for name, codes in tensors.items():
         scales = tensors.get(name.removesuffix(_BLOCKS) + _SCALES) if name.endswith(_BLOCKS) else None
         if scales is None or codes.dtype != "U8" or scales.dtype != "U8":
@@ -41,9 +41,9 @@ def paired(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
                 f" {list(scales.shape)} are no pair in MXFP4"
             )
         shape = (*codes.shape[:-2], codes.shape[-2] * GROUP)
-        found[name] = replace(codes, dtype=DTYPE, shape=shape, scales=scales)
-        del found[scales.name]
-    return found
+        by_name[name] = replace(codes, dtype=DTYPE, shape=shape, scales=scales)
+        del by_name[scales.name]
+    return by_name
 
 
 def joined(codes: Bytes, scales: Bytes) -> Bytes:

@@ -49,12 +49,12 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
         assert fmt is not None  # `weights` has found it
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
-    found = mixture(table, mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
+    mixed = mixture(table, mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
     try:
-        parts(spec, found)
+        parts(spec, mixed)
     except BadRequest as error:
         raise UnsupportedModel(f"{checkpoint.folder}: {error.message}") from None
-    return found
+    return mixed
 
 
 def require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:

@@ -17,13 +17,13 @@ def widen_blocks(packed: NDArray[np.uint8], cols: int, kind: str) -> Float32:
     """Tiles uint8 [n, tile_bytes] → float32 [16 n, cols]: value = (code - offset) * scale - minimum."""
     blocks, n = BLOCKS[kind], len(packed)
     span = blocks.span(cols)
-    found = packed.reshape(n, cols // span, -1)
+    each_block = packed.reshape(n, cols // span, -1)
     header = TILE_ROWS * blocks.header_bytes(span)
-    codes = _codes(found[:, :, header:].reshape(n, cols // span, span // GROUP, -1), blocks.low, blocks.high)
+    codes = _codes(each_block[:, :, header:].reshape(n, cols // span, span // GROUP, -1), blocks.low, blocks.high)
     numbers = codes.astype(np.float32) - np.float32(blocks.offset)
     if kind in TABLES:
         numbers = np.array(TABLES[kind], np.float32)[codes]
-    scales, minimums = _factors(found[:, :, :header], kind, span)  # [n, spans, 16, scales of a span]
+    scales, minimums = _factors(each_block[:, :, :header], kind, span)  # [n, spans, 16, scales of a span]
     by_scale = numbers.reshape(*scales.shape, -1)
     wide = by_scale * scales[..., None]
     if minimums is not None:

@@ -65,9 +65,9 @@ def softmax_routed(
 ) -> Routed:  # fmt: skip
     """Experts behind a router whose scores go through a softmax. `count`, `chosen`: by default, of a layer and of a
     token. `normalised`: weights sum to one over the chosen experts. Raises BrokenModel and UnsupportedModel."""
-    found = experts(config, keys, count)
+    routed = experts(config, keys, count)
     return Routed(
-        found, active(config, found, chosen), gated(config, neurons_key), Router("softmax", normalised=normalised)
+        routed, active(config, routed, chosen), gated(config, neurons_key), Router("softmax", normalised=normalised)
     )  # fmt: skip
 
 

@@ -134,10 +134,10 @@ def _compressed(keys: Config) -> Quantization:
     groups = keys.inner("config_groups")
     if not 1 <= len(groups.data) <= 16:
         raise keys.unsupported("config_groups", f"has {len(groups.data)} groups")
-    found = {_weights_of(groups.inner(name), layouts[form]) for name in groups.data}
-    if len(found) > 1:
+    quantised = {_weights_of(groups.inner(name), layouts[form]) for name in groups.data}
+    if len(quantised) > 1:
         raise keys.unsupported("config_groups", "has groups of other weights than the first one's")
-    how = found.pop()
+    how = quantised.pop()
     return replace(how, skipped=_known(map(_plain, _names(keys, "ignore"))), head=True)
 
 

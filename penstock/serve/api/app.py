@@ -216,8 +216,8 @@ def _embeddings(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         about: Any = {"pooling": body.pooling, "dimensions": body.dimensions, "priority": body.priority}
-        found = await embedded(desk, request, AskedVectors(body.model, body.inputs(), **about))
-        return openai_response(found, body.encoding_format == "base64")
+        vectors = await embedded(desk, request, AskedVectors(body.model, body.inputs(), **about))
+        return openai_response(vectors, body.encoding_format == "base64")
 
 
 def _errors(app: FastAPI) -> None:

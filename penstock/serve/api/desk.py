@@ -142,8 +142,8 @@ class Desk:
                 answers.submit(ids, params, asked.priority)
             if asked.stream:
                 return _EventStream(answers, form, hold, request.scope.get(SPEND, lambda _: None))
-            found = await unless_gone(request, answers.gathered())
-            answer = JSONResponse(await to_thread.run_sync(form.whole, found, answers.used, limiter=self.one))
+            generations = await unless_gone(request, answers.gathered())
+            answer = JSONResponse(await to_thread.run_sync(form.whole, generations, answers.used, limiter=self.one))
             hold.end()
             return answer
         except BaseException:

@@ -221,13 +221,13 @@ async def _answer(send: Send, path: str, refused: Refused) -> None:
 def _single(headers: list[tuple[bytes, bytes]]) -> dict[bytes, str]:
     """Headers by name, in small letters. Raises Refused where one that is checked comes twice: who reads them later
     might take the other."""
-    found: dict[bytes, str] = {}
+    single: dict[bytes, str] = {}
     for name, value in headers:
         key = name.lower()
-        if key in found and key in _CHECKED:
+        if key in single and key in _CHECKED:
             raise Refused(400, f"the header {key.decode()} comes twice", "header_twice")
-        found[key] = value.decode("latin-1")
-    return found
+        single[key] = value.decode("latin-1")
+    return single
 
 
 def _name(host: str) -> str:

@@ -26,20 +26,20 @@ class Key:
 def parse_keys(text: str, where: str) -> tuple[Key, ...]:
     """The keys of a file, one a line: `KEY`, or `NAME KEY`, then perhaps `at-once=N` and `tokens-per-minute=N`. Lines
     that begin with # are left out. `where` names the file in errors, which never hold a key. Raises BadRequest."""
-    found: list[Key] = []
+    keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         named = words if len(words) > 1 else [f"line {number}", words[0]]
         limits = dict(_limit(word, f"{where}, line {number}") for word in named[2:])
-        found.append(Key(named[0], named[1], **limits))
-    for what, column in (("name", [key.name for key in found]), ("key", [key.secret for key in found])):
+        keys.append(Key(named[0], named[1], **limits))
+    for what, column in (("name", [key.name for key in keys]), ("key", [key.secret for key in keys])):
         if len(set(column)) < len(column):
             raise BadRequest(f"{where}: a {what} comes twice")
-    if not found:
+    if not keys:
         raise BadRequest(f"{where} has no key in it: write one a line")
-    return tuple(found)
+    return tuple(keys)
 
 
 def _limit(word: str, where: str) -> tuple[str, int]:

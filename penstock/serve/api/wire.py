@@ -131,12 +131,12 @@ class _Sampled(Sent):
 
     def _biases(self) -> dict[int, float] | None:
         """`logit_bias`, whose ids JSON has as strings. Raises BadRequest."""
-        found = {}
+        biases = {}
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isascii() and token.isdecimal() and len(token) < 19):
                 raise BadRequest(f"logit_bias has {token[:100]!r}; it should be a token's id")
-            found[int(token)] = bias
-        return found or None
+            biases[int(token)] = bias
+        return biases or None
 
     def _schema(self) -> str | dict[str, Any] | None:
         """The schema that the answer has to follow."""

@@ -101,13 +101,13 @@ class BatchRun:
         self._open: dict[int, _OpenLine] = {}
         self._waiting = self._ahead_tokens = 0  # answers that are not whole; tokens of prompts of lines that are open
 
-    def run(self, found: Survey) -> Done:
+    def run(self, surveyed: Survey) -> Done:
         """Answers all lines that the survey has found. What was answered before an error is in the journal. Raises
         StorageFailed, DamagedModel and DeviceFailed."""
         engine, before = self._engine, self._engine.session.bytes_moved()
         done = Done(DecodeClock(engine.session), self._foretold)
         places = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
-        left = list(reversed(found.todo))
+        left = list(reversed(surveyed.todo))
         start_s, told_s = time.perf_counter(), 0.0
         with closing(Service.of_whole_answers(engine, on_pass=done.clock.hear)) as service:
             while left or self._open:
@@ -229,8 +229,8 @@ class BatchRun:
         width = require_dimensions(asked.dimensions, self._engine.plan.target.spec.d_embed)
         vectors = list(stacked(answers, True, width))
         note = NOT_MADE if self._engine.pooling is None else None
-        found = Vectors(self._names[0], vectors, opened.prompt_tokens, note)
-        self._add(opened, openai_body(found, asked.encoding_format == "base64"), answers, done)
+        embedded = Vectors(self._names[0], vectors, opened.prompt_tokens, note)
+        self._add(opened, openai_body(embedded, asked.encoding_format == "base64"), answers, done)
 
     def _add(self, opened: _OpenLine, body: dict[str, Any], answers: Sequence[Generation], done: Done) -> None:
         number = opened.todo.number

@@ -151,8 +151,8 @@ def blocks(lines: Lines, survey: Survey, nodes: int) -> Iterator[list[dict[str, 
     """The lines to answer, block by block, in the order of the survey. In that order lines that begin alike follow each
     other, so one node gets them, as far as they fit a block."""
     size = max(1, min(_MOST_LINES, -(-len(survey.todo) // (_BLOCKS_A_NODE * nodes))))
-    for at in range(0, len(survey.todo), size):
-        yield [_line(lines, todo) for todo in survey.todo[at : at + size]]
+    for first in range(0, len(survey.todo), size):
+        yield [_line(lines, todo) for todo in survey.todo[first : first + size]]
 
 
 def _line(lines: Lines, todo: Todo) -> dict[str, Any]:

@@ -116,8 +116,8 @@ def custom_id_of(line: bytes) -> str | None:
         value = loads_json(line.decode())
     except (ValueError, RecursionError):
         return None
-    found = value.get("custom_id") if isinstance(value, dict) else None
-    return found if isinstance(found, str) else None
+    custom_id = value.get("custom_id") if isinstance(value, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def _ids(given: Sequence[str | list[int]], tokenizer: Tokenizer) -> tuple[list[int], ...]:

@@ -28,7 +28,7 @@ def of_size(ask: Ask, count: int) -> Ask:
     return replace(ask, batch=count, kv_tokens=min(MOST, max(ask.context, count * each)))
 
 
-def best_ask(ask: Ask, found: Survey, folder: Path, how: Loading, on_progress: Progress | None = None) -> Ask:
+def best_ask(ask: Ask, surveyed: Survey, folder: Path, how: Loading, on_progress: Progress | None = None) -> Ask:
     """The ask of the best size, of all answers at once, half of them, a quarter and so on. Raises DoesNotFit where one
     at a time does not fit."""
     packed = open_packed(folder, how.verify)
@@ -43,7 +43,7 @@ def best_ask(ask: Ask, found: Survey, folder: Path, how: Loading, on_progress: P
         except DoesNotFit as error:
             refused = [error]
         else:
-            seconds = predicted_s(planned.plan, planned.solved.prediction, tried, found.answers)
+            seconds = predicted_s(planned.plan, planned.solved.prediction, tried, surveyed.answers)
             worse = 0 if seconds < best_s else worse + 1
             best, best_s = (tried, seconds) if seconds < best_s else (best, best_s)
         count //= 2

@@ -17,13 +17,13 @@ _HARMLESS = re.compile(r"blk\.[0-9]+\.attn_rot_embd\.weight|blk\.[0-9]+\.rope_fr
 def unused_in_gguf(tensors: dict[str, TensorInfo], used: Container[str], spec: ModelSpec) -> list[str]:
     """Names of tensors outside of layers that the model would not use, to be warned of. Raises BrokenModel for one in a
     layer: the model would compute something else than it was trained to."""
-    found = []
+    unused = []
     for name, tensor in tensors.items():
         if name in used or name in ROPE_TABLES or _HARMLESS.fullmatch(name):
             continue
         layer = re.match(r"blk\.([0-9]{1,9})\.", name)
         if layer is None:
-            found.append(name)
+            unused.append(name)
         elif int(layer[1]) >= len(spec.layers):
             raise BrokenModel(
                 f"{tensor.file}: tensor {quoted(name)} is of layer {int(layer[1])}, counted from 0; block_count says"
@@ -33,4 +33,4 @@ def unused_in_gguf(tensors: dict[str, TensorInfo], used: Container[str], spec: M
             raise BrokenModel(
                 f"{tensor.file}: tensor {quoted(name)} would not be used: a {spec.model_type} model has none such"
             )
-    return found
+    return unused

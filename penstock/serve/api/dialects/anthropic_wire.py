@@ -141,8 +141,8 @@ class CountRequest(Sent):
         assistant's."""
         if self.messages[-1].role == "assistant":
             raise BadRequest("the last message should be the user's: an answer cannot be begun for the model")
-        found = [{"role": "system", "content": _text(self.preface)}] if self.preface else []
-        return [*found, *(message for turn in self._kept() for message in _messages(turn))]
+        messages = [{"role": "system", "content": _text(self.preface)}] if self.preface else []
+        return [*messages, *(message for turn in self._kept() for message in _messages(turn))]
 
     def _kept(self) -> list[Turn]:
         """The messages without the thoughts that `context_management` clears."""
@@ -164,7 +164,7 @@ class CountRequest(Sent):
     def callable(self) -> Tools | None:
         """The tools that the answer may call. Raises BadRequest."""
         choice = self.tool_choice or ToolChoice(type="auto")
-        found = self._found()
+        referred = self._found()
         given = [
             {
                 "name": tool.name,
@@ -173,7 +173,7 @@ class CountRequest(Sent):
                 "strict": tool.strict,
             }
             for tool in self.tools or ()
-            if not tool.defer_loading or tool.name in found
+            if not tool.defer_loading or tool.name in referred
         ]
         if self.tools and not given and choice.type in ("any", "tool"):
             raise BadRequest(f"tool_choice is {choice.type}, but all tools are deferred and none was referred to")
