@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -61,8 +61,11 @@ class Server:
         return sum(map(cpu_s, self._processes()))
 
     def _processes(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process_id}/task").iterdir()  # whichever thread started them
-        return [self.process_id, *(int(pid) for task in tasks for pid in (task / "children").read_text().split())]
+        found = [self.process_id]
+        for task in Path(f"/proc/{self.process_id}/task").iterdir():  # whichever thread started them
+            with suppress(OSError):  # a thread that has just ended
+                found += map(int, (task / "children").read_text().split())
+        return found
 
     def settle(self) -> None:
         """Waits until no request is there. Ends the bench where that takes longer than an answer may."""

@@ -9,6 +9,8 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from http.client import HTTPException
 from typing import Any
 
 from bench.clients import Server, Stream, together
@@ -45,15 +47,16 @@ def load(bench: Bench, minutes: float) -> Iterator[Figures]:
             if not arrivals:
                 continue
             real = _arrive(bench, server, arrivals)
-            failed = [stream.failed for _, stream, _ in real if stream.failed]
-            real = [each for each in real if not each[1].failed]
+            failed = [stream.failed or "no answer" for _, stream, _ in real if stream.failed or not stream.times_s]
+            real = [each for each in real if each[1].times_s and not each[1].failed]
             foretold = foretell(plan, times, told["prompt_rows"], [came for came, _, _ in real])
+            told_s = [(said["ttft_s"], stream.ttft_s) for _, stream, said in real if said and said["ttft_s"]]
             each = _errors(foretold, [stream for _, stream, _ in real], pass_s)
             errors += [error for some in each.values() for error in some]
             found[str(rate)] = {
                 "requests": len(arrivals), "failed_requests": len(failed), "waited": len(each["wait"]),
                 **{f"{name}_error_median": _median(some) for name, some in each.items()},
-                "plan_ttft_error_median": _median(abs(said["ttft_s"] / s.ttft_s - 1) for _, s, said in real if said),
+                "plan_ttft_error_median": _median(abs(said_s / took_s - 1) for said_s, took_s in told_s),
             }  # fmt: skip
             tell(f"load {rate}: {json.dumps(found[str(rate)])}{f'; {failed[0]}' if failed else ''}")
             yield {"predicted_error_median": _median(errors), "by_rate": found}
@@ -105,7 +108,8 @@ def _arrive(
     def run(i: int) -> None:
         if i % ASKS == 0:
             about = f"prompt_tokens={arrivals[i].prompt}&output_tokens={arrivals[i].output}"
-            said[i] = server.get(f"/v1/plan?{about}")["next_request"]
+            with suppress(OSError, HTTPException, LookupError):  # then this one is not compared with it
+                said[i] = server.get(f"/v1/plan?{about}")["next_request"]
         made[i].run(server)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(arrivals))]

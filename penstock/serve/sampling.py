@@ -177,18 +177,18 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def with_model_defaults(config: Mapping[str, Any], **named: Any) -> SamplingParams:
+def with_model_defaults(config: Mapping[str, Any], *, several: bool = False, **named: Any) -> SamplingParams:
     """The values that the user `named`; for others those of the model's generation_config.json, `config`; else the
     defaults, which are greedy.
 
     As in transformers, the file's temperature counts only beside `"do_sample": true`. A user who names top_k, top_p or
-    min_p wants to sample: the temperature is then 1 where neither gives one. Raises BadRequest for values of the user's
-    that are out of range, BrokenModel for such values of the file.
+    min_p, or wants `several` answers to a prompt, wants to sample: the temperature is then 1 where neither gives one.
+    Raises BadRequest for values of the user's that are out of range, BrokenModel for such values of the file.
     """
     values = {key: value for key, value in named.items() if value is not None}
     from_file = _of_config(config)
     if "temperature" not in from_file:
-        wants = config.get("do_sample") or any(key in values for key in ("top_k", "top_p", "min_p"))
+        wants = several or config.get("do_sample") or any(key in values for key in ("top_k", "top_p", "min_p"))
         from_file |= {"temperature": 1.0} if wants else {}
     try:
         SamplingParams(**from_file)

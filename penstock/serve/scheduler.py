@@ -45,6 +45,10 @@ class QueueFull(BadRequest):
     """So many requests wait already that no more are taken. The client may try again later."""
 
 
+class Ending(BadRequest):
+    """No more requests are taken, however good they are: the server is ending. Another one may take them."""
+
+
 class Rows(NamedTuple):
     """Rows of one request in a pass: `tokens` tokens from position `start` on.
 

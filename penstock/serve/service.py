@@ -31,7 +31,7 @@ from penstock.serve.pages import Move
 from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.scheduler import Rows, Scheduler, Step, all_rows
+from penstock.serve.scheduler import Ending, Rows, Scheduler, Step, all_rows
 from penstock.serve.told import Cancelled, Ended, Failed, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
@@ -109,8 +109,8 @@ class Service:
         leaves in memory is shared with prompts of the same owner. `streams`: whether text is wanted as soon as it is
         certain, and not only at the end.
 
-        Raises BadRequest for prompts that are no ids of this model or do not fit the context, and after `refuse`;
-        QueueFull."""
+        Raises BadRequest for prompts that are no ids of this model or do not fit the context; QueueFull; Ending after
+        `refuse`."""
         engine = self.engine
         ids = checked_ids(prompt_ids, engine.plan)
         reply: Reply | Pooled
@@ -125,7 +125,7 @@ class Service:
         now_s = time.perf_counter()
         with self._changed:
             if self._refuses is not None:
-                raise BadRequest(self._refuses)
+                raise Ending(self._refuses)
             number = self._next_id
             self._scheduler.submit(number, ids, priority, now_s, owner, scores, most, pools)
             self._next_id += 1

@@ -163,6 +163,9 @@ def test_model_defaults():
     assert with_model_defaults(advice, temperature=0.0).greedy
     assert with_model_defaults({"temperature": 0.6}).greedy
     assert with_model_defaults({}).greedy
+    assert with_model_defaults({}, several=True).temperature == 1.0
+    assert with_model_defaults({}, several=True, temperature=0.0).greedy
+    assert with_model_defaults({"do_sample": True, "temperature": 0.6}, several=True).temperature == 0.6
     assert with_model_defaults({"do_sample": True}).temperature == 1.0
     assert with_model_defaults({}, top_p=0.5).temperature == 1.0
     with pytest.raises(BrokenModel, match=r"generation_config\.json: top_p"):

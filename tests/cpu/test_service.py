@@ -19,7 +19,7 @@ from penstock.graph.arenas import Layout, with_arenas
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.scheduler import QueueFull
+from penstock.serve.scheduler import Ending, QueueFull
 from penstock.serve.service import Service
 from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Told
 from penstock.spec.ask import Ask
@@ -290,7 +290,7 @@ def test_what_cannot_be_taken_is_refused_at_once(folder: Path) -> None:
             with pytest.raises(QueueFull):
                 service.submit([1], params, Heard().tell)
             service.refuse("the server is ending")
-            with pytest.raises(BadRequest, match="ending"):
+            with pytest.raises(Ending, match="ending"):
                 service.submit([1], params, Heard().tell)
         assert all(isinstance(each.end()[1], Cancelled | Ended) for each in heard)  # closing cancels
 

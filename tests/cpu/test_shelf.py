@@ -14,10 +14,10 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.errors import BadRequest, DoesNotFit
+from penstock.errors import DoesNotFit
 from penstock.planner.pace import Pace
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
-from penstock.serve.scheduler import QueueFull
+from penstock.serve.scheduler import Ending, QueueFull
 from penstock.spec.format import FLOAT32
 from penstock.store.synth import synth
 from tests.cpu.configs import TINY_CONFIGS
@@ -125,7 +125,7 @@ def test_an_ending_server_takes_none_and_loads_none() -> None:
         await asyncio.sleep(0)
         fake.shelf.refuse("the server is ending")
         for asked in (waiting, fake.shelf.hold("a")):
-            with pytest.raises(BadRequest, match="ending"):
+            with pytest.raises(Ending, match="ending"):
                 await asked
         held.end()
         assert fake.events == ["a loaded"] and fake.shelf.settle(1)

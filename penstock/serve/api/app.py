@@ -37,7 +37,7 @@ from penstock.serve.api.wire import (
 )
 from penstock.serve.foretold import Newcomer
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.scheduler import QueueFull
+from penstock.serve.scheduler import Ending, QueueFull
 from penstock.serve.tokenizer import Tokenizer
 from penstock.spec import plan as plans
 
@@ -236,6 +236,8 @@ def _errors(app: FastAPI) -> None:
         if isinstance(error, QueueFull):
             later = {"retry-after": str(RETRY_S)}
             return answer(request, 429, error.message, "rate_limit_error", "queue_full", headers=later)
+        if isinstance(error, Ending):
+            return answer(request, 503, error.message, code="ending", headers={"retry-after": str(RETRY_S)})
         if isinstance(error, BadRequest):
             return answer(request, 400, error.message)
         return answer(

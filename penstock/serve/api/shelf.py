@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from anyio import to_thread
 
-from penstock.errors import BadRequest, InternalError, PenstockError
+from penstock.errors import InternalError, PenstockError
 from penstock.planner.pace import Pace
-from penstock.serve.scheduler import QueueFull
+from penstock.serve.scheduler import Ending, QueueFull
 from penstock.serve.service import Service
 
 _LOOK_S = 0.05
@@ -64,9 +64,9 @@ class Shelf:
         self._why = ""
 
     async def hold(self, name: str) -> Hold:
-        """Waits until this model is loaded. Raises QueueFull, BadRequest after `refuse`, and what loading it raises."""
+        """Waits until this model is loaded. Raises QueueFull, Ending after `refuse`, and what loading it raises."""
         if self.ending:
-            raise BadRequest(self._why)
+            raise Ending(self._why)
         if len(self._line) >= self._queue + 1:
             raise QueueFull(f"{len(self._line)} requests wait for other models already: try again later")
         waiting: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
@@ -124,7 +124,7 @@ class Shelf:
                 waiting.set_result(Hold(self.now, self))
             elif self.ending:
                 self._line.popleft()
-                waiting.set_exception(BadRequest(self._why))
+                waiting.set_exception(Ending(self._why))
             elif self._users:
                 return
             else:

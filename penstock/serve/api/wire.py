@@ -94,6 +94,7 @@ class _Sampled(Sent):
             raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         return with_model_defaults(
             generation_config,
+            several=(self.n or 1) > 1,
             max_tokens=most_tokens if self.length is None else self.length,
             temperature=self.temperature,
             top_p=self.top_p,
