@@ -101,7 +101,7 @@ def _arrive(
     """Sends the requests when they are due, and waits for all answers. Returns when each came, in this order, its
     stream, and what /v1/plan said right before, of those that it was asked for."""
     made = [
-        Stream(token_ids(bench.vocab["small"], a.prompt, 70_000 + i).tolist(), a.output) for i, a in enumerate(arrivals)
+        Stream(token_ids(bench.vocab("small"), a.prompt, 70_000 + i).tolist(), a.output) for i, a in enumerate(arrivals)
     ]
     said: list[dict[str, Any] | None] = [None] * len(arrivals)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from bench.peers import PROMPT_TOKENS, token_ids
 from bench.peers import random_gguf as gguf
 from penstock.runtime.probe import load_or_probe
 from penstock.spec.format import parse_format
+from penstock.spec.machine import MachineSpec
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 
@@ -21,18 +23,33 @@ Figures = dict[str, Any]
 
 
 class Bench:
-    """The models of `folder`: `large` for budgets, `small` for loads. Both may be one."""
+    """The models of `folder`: `large` for budgets, `small` for loads. Both may be one. They are made when they are
+    asked for, so that a shape that cannot be made costs the parts that need it alone."""
 
     def __init__(self, folder: Path, large: Path, small: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.configs = {"large": large, "small": small}
-        self.models = {name: folder / f"{config.stem}-int4" for name, config in self.configs.items()}
-        for name, config in self.configs.items():
-            if not self.models[name].exists():
-                tell(f"writing {self.models[name].name}")
-                synth(config, self.models[name], parse_format("int4"))
-        self.machine = load_or_probe(folder / "cache", disk_folder=folder, whole=True)
-        self.vocab = {name: open_packed(model).spec.vocab for name, model in self.models.items()}
+        self._vocab: dict[str, int] = {}
+
+    def model(self, name: str) -> Path:
+        """The folder of a model. It is written where it is missing, and the machine is measured, which every server
+        of it begins with. Raises as `synth` and `load_or_probe`."""
+        folder = self.folder / f"{self.configs[name].stem}-int4"
+        if not folder.exists():
+            tell(f"writing {folder.name}")
+            synth(self.configs[name], folder, parse_format("int4"))
+        _ = self.machine
+        return folder
+
+    @cached_property
+    def machine(self) -> MachineSpec:
+        return load_or_probe(self.folder / "cache", disk_folder=self.folder, whole=True)
+
+    def vocab(self, name: str) -> int:
+        """Entries of a model's vocabulary."""
+        if name not in self._vocab:
+            self._vocab[name] = open_packed(self.model(name)).spec.vocab
+        return self._vocab[name]
 
     def server(
         self, model: str, limit: int | None, batch: int, context: int, output: int = OUTPUT_TOKENS,
@@ -41,12 +58,11 @@ class Bench:
         """A server with KV room for the whole context of each of `batch` answers: requests here take all of it.
         `more`: flags."""
         flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
-        return served(self.folder, self.models[model], limit, *flags, "--kv-tokens", batch * context, *more)
+        return served(self.folder, self.model(model), limit, *flags, "--kv-tokens", batch * context, *more)
 
     def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:
-        return [
-            Stream(token_ids(self.vocab[model], prompt, seed + i).tolist(), output) for i in range(count)
-        ]  # fmt: skip
+        vocab = self.vocab(model)
+        return [Stream(token_ids(vocab, prompt, seed + i).tolist(), output) for i in range(count)]
 
     def gguf(self) -> Path:
         file = self.folder / f"{self.configs['large'].stem}-q4_0.gguf"

@@ -61,7 +61,7 @@ def prefix(bench: Bench, rounds: int) -> Iterator[Figures]:
 
 def _last_turn(bench: Bench, server: Server, number: int) -> tuple[list[int], Figures]:
     """Chats through all turns. Returns the prompt of the last one, and its figures."""
-    vocab = bench.vocab["large"]
+    vocab = bench.vocab("large")
     said = token_ids(vocab, PREFIX_TOKENS, 30_000 + number).tolist()
     for turn in range(TURNS):
         said += token_ids(vocab, TURN_TOKENS, 40_000 + TURNS * number + turn).tolist()
@@ -93,7 +93,7 @@ def _settle(folder: Path) -> None:
 
 def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> None:
     """Adds to each round what the model's own passes take, and the ratios."""
-    file, model = bench.folder / "turn-plan.json", bench.models["large"]
+    file, model = bench.folder / "turn-plan.json", bench.model("large")
     file.write_text(json.dumps(plan))
     with closing(Ceilings(sorted(model.glob("*.safetensors")))) as ceilings:
         read_bytes_per_s = ceilings.read().disk_read_bytes_per_s
@@ -124,7 +124,7 @@ def _add_passes(bench: Bench, plan: dict[str, Any], found: list[Figures]) -> Non
 def _add_bounds(bench: Bench, found: list[Figures]) -> None:
     """Adds to each round the least that its turn can take."""
     arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT)
-    with started(bench.folder, "bench.peers.turn", None, bench.models["large"], *arguments) as (worker, _):
+    with started(bench.folder, "bench.peers.turn", None, bench.model("large"), *arguments) as (worker, _):
         worker.ask("alone", TURN_TOKENS)  # not counted
         for figures in found:
             alone_s = worker.ask("alone", figures["new_tokens"])["seconds"]
