@@ -9,6 +9,7 @@ at a rate of its own, which falls with the place as PowerInfer's Figure 4 has it
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from penstock.graph import ops, passes
+from penstock.graph.arenas import with_arenas
+from penstock.graph.tasks import Task
 from penstock.planner.activity import of_mean
+from penstock.planner.solve import solve
+from penstock.runtime.probe import load_or_probe
 from penstock.serve.engine import Engine
 from penstock.serve.fitting import Fitted, granule_of, rounded
 from penstock.serve.loading import Loading
-from penstock.serve.profiling import read
+from penstock.serve.planning import firing_of
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.model import FfnSpec, ModelSpec
@@ -30,7 +36,7 @@ from penstock.spec.parts import Part
 from penstock.spec.predictors import RANK_STEP, LayerPredictor, Predictors, part_of
 from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile
 from penstock.store.packed import open_packed
-from penstock.store.predictors import keep, model_sha256
+from penstock.store.predictors import keep, model_sha256, with_predictors
 from penstock.store.profile_file import keep as keep_profile
 from penstock.units import round_up
 
@@ -82,41 +88,63 @@ def state_by_rates(
     counts = b64encode((rates * _TOKENS).astype("<u4").tobytes()).decode()
     layers = tuple(FiringCounts(i, n, counts, together) for i in range(len(spec.layers)))
     keep_profile(Profile("nothing (stated)", "0" * 64, _TOKENS, (), layers), folder)
-    # As many at first, the same for every token: layers that compute all neurons row by row take minutes.
     biases = [np.where(np.arange(n) < active * n, _SURE, -_SURE).astype(np.float32) for _ in spec.layers]
     _keep(folder, spec, rank, together, one, biases)
-    ids, other_ids = (
-        np.random.default_rng(_SEED + i).integers(0, 256, heard).tolist() for i, heard in ((1, 2 * _HEARD), (2, _HEARD))
-    )
+    rng = np.random.default_rng(_SEED + 1)
+    ids, other_ids = (rng.integers(0, 256, (heard // _WINDOW, _WINDOW), np.int32) for heard in (2 * _HEARD, _HEARD))
     called = np.zeros(len(spec.layers))
-    hidden, fires = [np.zeros(rank, np.float32) for _ in spec.layers], np.zeros(len(spec.layers))
-    ask = Ask(context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
-    with closing(Engine.load(folder, ask, how)) as engine:
-        session = engine.session
-        for at in range(len(spec.layers) + 1):  # a layer's input depends on whom the layers before it leave out
-            heard: list[Array] = []
+    hidden = [np.zeros(rank, np.float32) for _ in spec.layers]
 
-            def note(layer: int, h: Array, fired: Array, at: int = at, heard: list[Array] = heard) -> None:
-                if layer == at:
-                    heard.append(h.copy())
-                elif at == len(spec.layers):
-                    scores = replace(found, hidden_bias=hidden[layer]).scores(h)
-                    called[layer] += np.mean(scores + biases[layer] > 0) * len(h) / _HEARD
-                    fires[layer] += np.mean(fired) * len(h) / _HEARD
+    def state_layer(layer: int, h: Array, granule: Array) -> None:
+        """Before a layer predicts for the texts that give the biases. Its input is as the layers before it leave it."""
+        hidden[layer] = -(h @ found.hidden).mean(0)
+        scores = replace(found, hidden_bias=hidden[layer]).scores(h)  # [T, N]
+        biases[layer] = _biases(scores[:_HEARD], scores[_HEARD:], quantiles, active)
+        _set(granule, part, hidden[layer], biases[layer])
 
-            with session.hearing.neurons(note, by_place=True):
-                for _ in read(engine, ids if at < len(spec.layers) else other_ids, None):
-                    pass
-            if at < len(spec.layers):
-                h = np.concatenate(heard)
-                hidden[at] = -(h @ found.hidden).mean(0)
-                scores = replace(found, hidden_bias=hidden[at]).scores(h)  # [T, N]
-                biases[at] = _biases(scores[:_HEARD], scores[_HEARD:], quantiles, active)
-                granule = session._arenas.view(session.lowering.layout.predictors[at])
-                _set(granule, part, hidden[at], biases[at])
+    def count(layer: int, h: Array, _: Array) -> None:
+        scores = replace(found, hidden_bias=hidden[layer]).scores(h)
+        called[layer] = np.mean(scores + biases[layer] > 0)
+
+    with closing(_loaded(folder, spec, len(ids), how)) as engine:
+        _hear(engine, ids, state_layer)
+        _hear(engine, other_ids, count)
     spread = f"{called.min():.2%} to {called.max():.2%} a layer"
-    print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}; {fires.mean():.2%} fire")
+    print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}", flush=True)
     return _keep(folder, spec, rank, together, one, biases, hidden, called / active)
+
+
+def _loaded(folder: Path, spec: ModelSpec, windows: int, how: Loading) -> Engine:
+    """The model in RAM, with a pass that has room for all texts."""
+    ask = Ask(batch=windows, context=_WINDOW, sparsity="predict", prompt_tokens=_WINDOW)
+    packed = with_predictors(open_packed(folder))
+    machine = how.machine or load_or_probe(how.cache_folder)
+    plan = solve(ask, spec, packed.weights, machine, firing=firing_of(folder, spec, "predict")).plan
+    plan = with_arenas(replace(plan, chunk_rows=windows * _WINDOW))
+    return Engine.load(folder, ask, replace(how, plan=plan))
+
+
+def _hear(engine: Engine, ids: Array, heard: Callable[[int, Array, Array], None]) -> None:
+    """Reads all texts `ids`, int32 [windows, tokens], in one pass. Before a layer predicts, `heard` gets its number,
+    its input, float32 [T, D], and its predictor's granule."""
+    session, plan, width = engine.session, engine.plan, engine.packed.spec.d_model
+    compute = session._binding.call
+
+    def run(task: Task) -> None:  # call by call, where the session would run a program
+        for call in task.calls:
+            if isinstance(call.operands, ops.Predict):
+                assert call.batch is not None
+                h = session._arenas.array(call.operands.h, np.float32, (call.batch.total_rows, width))
+                heard(
+                    call.operands.layer,
+                    h,
+                    session._arenas.view(session.lowering.layout.predictors[call.operands.layer]),
+                )
+            compute(call)
+
+    session._binding.run = run  # type: ignore[method-assign]
+    (p,) = passes.prompts(plan, range(len(ids)), [ids.shape[1]] * len(ids), None)
+    session.step(p, [ids.reshape(-1)])
 
 
 def _biases(scores: Array, others: Array, quantiles: Array, active: float) -> Array:
