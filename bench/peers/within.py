@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,43 @@ class Within:
         session = self.engine.session
         step, plan = session.lowering.step, self.engine.plan
         self._asked = {unit.part: plan.unit_rows(unit)[0] for unit in reversed(plan.units) if unit.asked}
-        # Of decode passes. What they come to is counted when the clock stands.
-        self._tasks: list[Task] = []
-        self._answers: list[tuple[str, Sequence[Sequence[int]]]] = []
+        self._reads = self._none()
+        # What was answered, 2 bytes a neuron: the limit has no room for lists. What it comes to is counted when the
+        # clock stands.
+        self._answers: list[tuple[str, array[int]]] = []
 
         def noted(call: Call, answer: Any) -> Any:
             found, operands = answer(call), call.operands
-            assert isinstance(operands, ops.Fire | ops.Predict)
-            self._answers.append((f"{operands.layer}.ffn", found))
+            assert isinstance(operands, ops.Fire | ops.Predict) and len(found) == 1
+            self._answers.append((f"{operands.layer}.ffn", array("H", found[0])))
             return found
 
         def noting(p: Pass, answer: Any, *more: Any) -> Iterator[Task]:
             for task in step(p, lambda call: noted(call, answer), *more):
                 if isinstance(task.calls[0].operands, _NOTED):
-                    self._tasks.append(task)
+                    self._note(task)
                 yield task
 
         session.lowering.step = noting  # type: ignore[method-assign, assignment]
+
+    @staticmethod
+    def _none() -> dict[str, float]:
+        return dict.fromkeys(("bound_s", "told_bytes", "asked_bytes", "records_bytes", "reads"), 0)
+
+    def _note(self, task: Task) -> None:
+        """Adds a read. `told_bytes`: of all reads, as tasks have them."""
+        (call,) = task.calls
+        op, reads = call.operands, self._reads
+        if isinstance(op, ops.Recall):  # of these nothing is read
+            plan = self.engine.plan
+            stride = Records.of(plan.parts[plan.units[call.unit].part]).stride
+            reads["records_bytes"] -= len(op.held) // PAIR_BYTES * stride
+            return
+        reads["bound_s"] += self._cost.seconds(task)
+        reads["told_bytes"] += call.bytes
+        if isinstance(op, ops.Pick):
+            reads["asked_bytes"] += call.bytes
+            reads["reads"] += len(op.runs)
 
     def facts(self) -> dict[str, Any]:
         engine = self.engine
@@ -80,7 +101,7 @@ class Within:
         answered = [session.best[0][0][1]]
         session.drain()
         read = session.bytes_moved()
-        self._tasks.clear()
+        self._reads = self._none()
         self._answers.clear()
         start_s = time.perf_counter()
         for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
@@ -95,28 +116,15 @@ class Within:
         }  # fmt: skip
 
     def _counted(self) -> dict[str, float]:
-        """What was noted since the last time. `told_bytes`: of all reads, as tasks have them."""
-        parts, units = self.engine.plan.parts, self.engine.plan.units
-        bound_s, told, asked, records, reads, pages = 0.0, 0, 0, 0, 0, 0
-        for task in self._tasks:
-            (call,) = task.calls
-            of, op = parts[units[call.unit].part] if call.unit >= 0 else None, call.operands
-            if isinstance(op, ops.Recall):  # of these nothing is read
-                assert of is not None
-                records -= len(op.held) // PAIR_BYTES * Records.of(of).stride
-                continue
-            bound_s += self._cost.seconds(task)
-            told += call.bytes
-            if isinstance(op, ops.Pick):
-                asked, reads = asked + call.bytes, reads + len(op.runs)
-        for part, rows in self._answers:
-            lie, first = Records.of(parts[part]), self._asked[part]
-            live = sorted({neuron for row in rows for neuron in row if neuron >= first})
-            records += len(live) * lie.stride
-            pages += sum(hi - lo for lo, hi in lie.runs(live, parts[part].granule_rows, 0))
+        """What was noted since the last time."""
+        parts, found, pages = self.engine.plan.parts, dict(self._reads), 0
+        for part, neurons in self._answers:
+            records, first = Records.of(parts[part]), self._asked[part]
+            live = [neuron for neuron in neurons if neuron >= first]
+            found["records_bytes"] += len(live) * records.stride
+            pages += sum(hi - lo for lo, hi in records.runs(live, parts[part].granule_rows, 0))
         return {
-            "bound_s": bound_s, "told_bytes": told, "asked_bytes": asked, "records_bytes": records, "reads": reads,
-            "alignment_bytes": pages - records, "hole_bytes": asked - pages,
+            **found, "alignment_bytes": pages - found["records_bytes"], "hole_bytes": found["asked_bytes"] - pages
         }  # fmt: skip
 
 

@@ -279,7 +279,8 @@ class Binding(Views):
         op = call.operands
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])
-            return [np.flatnonzero(row[:count]).tolist() for row in self._active(op.active, batch_of(call).total_rows)]
+            rows = self._active(op.active, batch_of(call).total_rows)[:, :count]
+            return [np.flatnonzero(row).tolist() for row in rows != 0]  # of bytes flatnonzero takes three times as long
         if isinstance(op, ops.Fire):
             first = self._plan.units[call.unit].lo * GRANULE_ROWS
             rows = (
