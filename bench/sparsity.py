@@ -89,6 +89,7 @@ def main() -> None:
                 try:
                     for some in _measured(part, models, wanted, without):
                         result |= some
+                        result["measured"] = {**result.get("measured", {}), part: _how(wanted)}
                 except (Exception, SystemExit) as error:  # a worker that ended is a SystemExit
                     failed[part] = f"{type(error).__name__}: {error}"
                     tell(f"{part} failed: {failed[part]}")
@@ -103,6 +104,13 @@ def main() -> None:
     print(json.dumps({"bench": "sparsity", **about, **result}), flush=True)
     if failed:
         sys.exit(1)
+
+
+def _how(wanted: argparse.Namespace) -> str:
+    """How the figures of a part were measured, as the page tells it."""
+    rounds = "one round" if wanted.rounds == 1 else f"{wanted.rounds} rounds"
+    of_layers = f", {wanted.layers} layers at most" if wanted.layers else ""
+    return f"{rounds}{of_layers}, {wanted.threads} threads of an {cpu_name()}"
 
 
 def _stop(*_: object) -> None:

@@ -22,8 +22,12 @@ _HEADING = "\n## "
 def merged(page: str, result: Mapping[str, Any], picture: str) -> str:
     """The page with the sections of what was measured, in place of what it had of them. `result`: of `bench.sparsity`.
     `picture`: the file of Figure 9. A section begins with a heading "## ", and its first words name it."""
-    found = [_operators(result), _ram(result), _disk(result), _nemotron(result), _placement(result)]
-    found = [section for section in (*found, _predictors(result, picture)) if section]
+    told, makers = result.get("measured") or {}, {"ops": _operators, "ram": _ram, "disk": _disk, "nemotron": _nemotron}
+    made = {part: make(result) for part, make in (makers | {"placement": _placement}).items()}
+    found = [
+        section + (f"\nMeasured: {told[part]}.\n" if part in told else "") for part, section in made.items() if section
+    ]
+    found += [section for section in (_predictors(result, picture),) if section]
     names = {_name(section) for section in found}
     first, *others = page.split(_HEADING)
     kept = [_HEADING + each for each in others if _name(_HEADING + each) not in names]
