@@ -12,7 +12,7 @@
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 What is missing here, and the time and the disk space that it takes, is told first. A part that fails leaves the others.
-The last line is one JSON object, whatever failed; what was not measured is null.
+The last line is one JSON object, whatever failed; what was not measured is null. After each part such a line comes too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from penstock.runtime.probe import load_or_probe
 from penstock.runtime.this_machine import cpu_name
 from penstock.units import format_bytes
 
-PARTS = ("ops", "ram", "disk", "nemotron", "placement", "predict", "tale")
+PARTS = ("ops", "predict", "tale", "ram", "disk", "nemotron", "placement")  # in this order
 KEYS = {"ops": "ops", "ram": "ram", "disk": "disk_2.4", "nemotron": "nemotron", "placement": "placement"}
 # What parts cannot do without, and what they leave out where it is missing.
 NEEDS = {"predict": ("torch", "books"), "tale": ("torch", "books")}
 BESIDE = {"ops": ("scipy", "torch"), "nemotron": ("llamacpp",), "tale": ("matplotlib",)}
 # Minutes on two cores of an AMD EPYC (Zen 4): once, and for each round.
 MINUTES = {
-    "ops": (0.2, 0.2), "ram": (5.0, 6.0), "disk": (6.0, 1.5), "nemotron": (3.0, 0.5), "placement": (1.5, 0.3),
+    "ops": (0.2, 0.2), "ram": (7.0, 4.0), "disk": (6.0, 2.0), "nemotron": (3.0, 0.5), "placement": (1.5, 0.3),
     "predict": (7.0, 0.0), "tale": (1.5, 0.0),
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ class Stopped(KeyboardInterrupt):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the models here (23 GB); default a temporary folder")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=host.usable_cpus())
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
@@ -79,6 +79,13 @@ def main() -> None:
     if wanted.results and wanted.results.exists():
         result |= json.loads(wanted.results.read_text())
     without: dict[str, str] = {}
+    machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
+
+    def say() -> None:
+        about = {"rounds": wanted.rounds, "layers": wanted.layers or None, "machine": machine, "absent": without}
+        about |= {"took_s": time.perf_counter() - start_s, "failed": failed}
+        print(json.dumps({"bench": "sparsity", **about, **result}), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
         models = Models((wanted.folder or Path(temporary)).resolve(), wanted.layers)
         try:
@@ -93,15 +100,13 @@ def main() -> None:
                 except (Exception, SystemExit) as error:  # a worker that ended is a SystemExit
                     failed[part] = f"{type(error).__name__}: {error}"
                     tell(f"{part} failed: {failed[part]}")
+                say()  # what is known so far, should the bench be killed
             _write(result, wanted, without)
         except KeyboardInterrupt as error:
             failed["stopped"] = str(error) or "by Ctrl-C"
         except (Exception, SystemExit) as error:
             failed["bench"] = f"{type(error).__name__}: {error}"
-    machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
-    about = {"rounds": wanted.rounds, "layers": wanted.layers or None, "machine": machine, "absent": without}
-    about |= {"took_s": time.perf_counter() - start_s, "failed": failed}
-    print(json.dumps({"bench": "sparsity", **about, **result}), flush=True)
+    say()
     if failed:
         sys.exit(1)
 

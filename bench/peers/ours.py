@@ -57,6 +57,7 @@ class Ours:
         self.plan = resident_plan(ask, self.packed.spec, self.packed.weights, firing)
         self.session = Session(self.packed, self.plan, Running(threads=threads, kernels=isa))
         self._attention: dict[str, Attention] = {}
+        self._prompted: dict[int, int] = {}  # sequence → what follows its prompt of `decode`, which its KV still has
 
     def facts(self) -> dict[str, Any]:
         kv = self.plan.kv[0].format.name
@@ -65,6 +66,7 @@ class Ours:
     def prefill(self, tokens: int) -> Answer:
         """A prompt into an empty sequence, to its last row's logits."""
         wanted = list(passes.prefill(self.plan, 0, tokens, None))
+        self._prompted.clear()
         ids = token_ids(self.packed.spec.vocab, tokens)
         start_s = time.perf_counter()
         for p in wanted:
@@ -77,7 +79,9 @@ class Ours:
     def decode(self, tokens: int, sequences: int = 1) -> Answer:
         """So many steps, each of one token of every sequence, the best token fed back."""
         seqs, vocab = range(sequences), self.packed.spec.vocab
-        following = np.array([self._prompt(seq, token_ids(vocab, PROMPT_TOKENS, seq)) for seq in seqs], np.int32)
+        for seq in (seq for seq in seqs if seq not in self._prompted):
+            self._prompted[seq] = self._prompt(seq, token_ids(vocab, PROMPT_TOKENS, seq))
+        following = np.array([self._prompted[seq] for seq in seqs], np.int32)
         start_s = time.perf_counter()
         for position in range(PROMPT_TOKENS, PROMPT_TOKENS + tokens):
             p = passes.decode(self.plan, seqs, (position,) * sequences, passes.DECODE)
@@ -93,6 +97,7 @@ class Ours:
 
     def linear(self, tokens: int) -> Answer:
         """The products with weights of a prompt by themselves, on what the last prompt left in the arenas."""
+        self._prompted.clear()
         calls = [c for p in passes.prefill(self.plan, 0, tokens, None) for c in _calls(self.plan, p, MATRIX_OPS)]
         run = [_native_of(self.session).alone(call) for call in calls]
         start_s = time.perf_counter()
