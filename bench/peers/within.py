@@ -1,7 +1,7 @@
 """A worker: one model as the engine plans it within a limit of memory, reading random tokens. For benches of disks.
 
 Commands: `decode N` reads a prompt, and then N tokens one by one: seconds of the N, bytes that the disk read meanwhile,
-and `bound_s`, what the machine's figures say that these reads take, each in its place and nothing between them. Of
+and `bound_s`, what the machine's figures say that these reads take if nothing comes between them. Of
 records that were asked for `asked_bytes` are all bytes of their reads: `records_bytes` those of the records alone,
 `alignment_bytes` the rest of their pages, and `hole_bytes` pages between them that are read through.
 """
@@ -26,6 +26,8 @@ from penstock.planner.cost import Cost
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
+from penstock.spec.machine import PICKS_IN_FLIGHT
+from penstock.spec.places import DISK
 
 PROMPT_TOKENS = 16
 _NOTED = (ops.Load, ops.Pick, ops.Fetch, ops.Recall)
@@ -41,6 +43,7 @@ class Within:
         )  # fmt: skip
         self.engine = Engine.load(folder, ask, Loading(cache=cache))
         self._cost = Cost(self.engine.machine)
+        self._pick = self.engine.machine.rate(DISK.reads, "pick", "*")
         session = self.engine.session
         step, plan = session.lowering.step, self.engine.plan
         self._asked = {unit.part: plan.unit_rows(unit)[0] for unit in reversed(plan.units) if unit.asked}
@@ -76,11 +79,14 @@ class Within:
             stride = Records.of(plan.parts[plan.units[call.unit].part]).stride
             reads["records_bytes"] -= len(op.held) // PAIR_BYTES * stride
             return
-        reads["bound_s"] += self._cost.seconds(task)
         reads["told_bytes"] += call.bytes
         if isinstance(op, ops.Pick):
+            # At the rate of reads in flight together. What the planner charges for few reads by themselves is no bound.
+            reads["bound_s"] += len(op.runs) * self._pick.alpha_s / PICKS_IN_FLIGHT + call.bytes * self._pick.s_per_byte
             reads["asked_bytes"] += call.bytes
             reads["reads"] += len(op.runs)
+        else:
+            reads["bound_s"] += self._cost.seconds(task)
 
     def facts(self) -> dict[str, Any]:
         engine = self.engine
