@@ -279,7 +279,8 @@ class Binding(Views):
         op = call.operands
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])
-            active = self._active(op.active, batch_of(call).total_rows)[:, :count] != 0  # bytes take three times as long
+            # Of bytes flatnonzero takes three times as long.
+            active = self._active(op.active, batch_of(call).total_rows)[:, :count] != 0
             return [np.flatnonzero(row).tolist() for row in active]
         if isinstance(op, ops.Fire):
             first = self._plan.units[call.unit].lo * GRANULE_ROWS
