@@ -2,74 +2,40 @@
 //
 // A head's positions are walked in blocks of 256 from position 0 on, with a running maximum (log-sum-exp). So a row's
 // result depends on its position and the cache alone, not on its chunk or its neighbours. Few queries convert keys and
-// values in registers. For more of them they are widened once.
+// values in registers. For more of them they are widened once. A cache of integers is not widened, unless activations
+// are to be exact: attention-codes-inl.h.
 //
 // Where only a share of the positions counts, the scores of all blocks are computed first and kept. Then rows of values
 // are read one by one, those that count for any of the queries.
 #pragma once
 
 #include "attention-chosen-inl.h"
+#include "attention-softmax-inl.h"
+#include "attention-spans-inl.h"
 #include "attention-tiles-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// The running softmax of one query: the largest score so far and the sum of weights. A sink is a score that was seen
-// before all others, with a value of 0.
-struct Running {
-    float best, weight;
-};
-
-// Turns the 256 scores of a block into weights. Returns the factor by which earlier sums shrink. Hidden scores are
-// -inf.
-inline float soften(float* scores, Running& run) {
-    I most_bits = i_zero();
-    F peaks = f_load(scores);
-    for (int i = 0; i < kBlockTokens; i += 16) {
-        const F s = f_load(scores + i);
-        most_bits = i_max(most_bits, i_magnitude(s));
-        peaks = f_max(peaks, s);
-    }
-    if (i_max_of(most_bits) > 0x7f800000) {  // f_max ignores NaN, but a row that met one must stay NaN
-        run.weight = scores[0] = NAN;
-        return NAN;
-    }
-    const float peak = std::max(run.best, f_max_of(peaks));
-    if (std::isinf(peak) && peak < 0) {  // nothing seen yet
-        std::fill_n(scores, kBlockTokens, 0.0F);
-        return 1.0F;
-    }
-    const float shrink = std::isinf(run.best) ? 0.0F : exp_of(run.best - peak);
-    F total = f_zero();
-    for (int i = 0; i < kBlockTokens; i += 16) {
-        const F weight = f_exp(f_add(f_load(scores + i), f_set(-peak)));
-        f_store(scores + i, weight);
-        total = f_add(total, weight);
-    }
-    run.weight = run.weight * shrink + f_sum(total);
-    run.best = peak;
-    return shrink;
-}
-
 // Attention of one KV head for `rows` consecutive rows from position `start`, with G query heads each.
 class HeadAttention {
   public:
     // `pages`: of the sequence, in the order of its positions. `memory`: attend_floats() floats.
-    // `sinks`: of all heads, or null. `share`: of the positions that count.
-    HeadAttention(const AttentionShape& a, const float* sinks, double share, const KvCache& cache,
-                  const std::int32_t* pages, int head, int start, int rows, float* memory)
-        : a_(a),
-          sinks_(sinks),
-          share_(share),
-          cache_(cache),
+    HeadAttention(const AttendOp& op, const std::int32_t* pages, int head, int start, int rows, float* memory)
+        : a_(op.attention),
+          sinks_(op.sinks),
+          share_(op.value_share),
+          exact_(op.exact),
+          cache_(op.cache),
           pages_(pages),
           head_(head),
           start_(start),
           rows_(rows),
-          width_(attend_width(cache.head_dim, cache.kind)),
-          group_(a.heads / a.kv_heads),
+          width_(attend_width(cache_.head_dim, cache_.kind)),
+          group_(a_.heads / a_.kv_heads),
           queries_(group_ * rows),
-          row_bytes_(cache.row_bytes()) {
+          row_bytes_(cache_.row_bytes()),
+          rounded_(queries_, width_, std::max(1, cache_.group), memory) {
         query_ = memory;
         sums_ = query_ + std::ptrdiff_t(queries_) * width_;
         wide_ = sums_ + std::ptrdiff_t(queries_) * width_;
@@ -88,13 +54,20 @@ class HeadAttention {
         if (!chooses()) prefetch_run(rows_at(cache_.values, run), run_bytes);
         for (int i = 0; i < queries_; ++i) {
             const float* from = q + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
-            for (int c = 0; c < width_; ++c) query_[i * width_ + c] = c < e ? from[c] : 0.0F;
+            float* const query = rounds() ? wide_ : query_ + i * width_;
+            for (int c = 0; c < width_; ++c) query[c] = c < e ? from[c] : 0.0F;
+            if (rounds()) round_query(i);
             std::fill_n(sums_ + i * width_, width_, 0.0F);
             run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F} : Running{-INFINITY, 0.0F};
         }
         by_kind([&]<Kind kind>() {
             for (int block = begin; block < end; block += kBlockTokens) {
-                walk<kind>(block, std::min(block + kBlockTokens, end));
+                const int block_end = std::min(block + kBlockTokens, end);
+                if constexpr (quantised(kind)) {
+                    exact_ ? walk<kind>(block, block_end) : walk_codes<kind>(block, block_end);
+                } else {
+                    walk<kind>(block, block_end);
+                }
                 if (chooses()) block_ += std::ptrdiff_t(queries_) * kBlockTokens;
             }
             if (chooses()) blend_chosen<kind>(begin, end);
@@ -108,6 +81,11 @@ class HeadAttention {
 
   private:
     bool chooses() const { return share_ < 1; }
+    bool rounds() const { return quantised(cache_.kind) && !exact_; }
+    // Query i, which lies in wide_.
+    void round_query(int i) const {
+        cache_.kind == Kind::kInt8 ? rounded_.round<Kind::kInt8>(i, wide_) : rounded_.round<Kind::kInt4>(i, wide_);
+    }
 
     template <class Work>
     void by_kind(const Work& work) const {
@@ -209,6 +187,74 @@ class HeadAttention {
                                  sums_ + i * width_);
                 values.ahead = nullptr;
             });
+        });
+    }
+
+    // As `walk`, with rounded factors.
+    template <Kind kind>
+    void walk_codes(int start, int end) {
+        const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
+        const int lo = std::max(0, oldest - start) / kSpan * kSpan;  // no row's window reaches back to spans before
+        Run runs[kBlockTokens / kSpan + 1];                          // of the block, and the first of the next block
+        int n_runs = 0;
+        for (int at = lo; at < end - start; at += runs[n_runs++].count)
+            runs[n_runs] = run_at(start, end, at, kBlockTokens);
+        const int last = start_ + rows_, after = start + kBlockTokens;
+        if (after < last) runs[n_runs] = run_at(after, std::min(after + kBlockTokens, last), 0, kBlockTokens);
+        const auto codes_of = [&](const std::uint8_t* pool, const Run& run, const std::uint8_t* ahead) -> Codes {
+            const std::uint8_t* const block = pool + run.block;
+            return {rows_at(pool, run),
+                    row_bytes_,
+                    block + cache_.scale_at(0, run.slot),
+                    block + cache_.minimum_at(0, run.slot),
+                    cache_.page_tokens,
+                    run.count,
+                    ahead};
+        };
+        const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
+        const std::uint8_t* const next_keys = after < last ? next<kind>(cache_.keys, runs[n_runs]) : nullptr;
+        for (int r = 0; r < n_runs; ++r) {
+            const std::uint8_t* const ahead = r + 1 < n_runs ? next<kind>(cache_.keys, runs[r + 1])
+                                              : chooses()    ? next_keys
+                                                             : next<kind>(cache_.values, runs[0]);
+            Codes keys = codes_of(cache_.keys, runs[r], ahead);
+            each_query<kCodeQueries>(first_query(runs[r].at), [&]<int n>(int i) {
+                score_codes<kind, n>(rounded_, i, spread_.template words<kind, n>(rounded_, i, wide_), keys, a_.scale,
+                                     block_ + std::ptrdiff_t(i) * kBlockTokens + runs[r].at);
+                keys.ahead = nullptr;
+            });
+        }
+        for (int i = chooses() ? 0 : first_query(lo); i < queries_; ++i) {
+            hide(i, start, end, lo);
+            if (!chooses()) weigh(i);
+        }
+        for (int r = 0; r < n_runs && !chooses(); ++r) {
+            const std::uint8_t* const ahead = r + 1 < n_runs ? next<kind>(cache_.values, runs[r + 1]) : next_keys;
+            const Codes values = codes_of(cache_.values, runs[r], ahead);
+            for (int at = 0; at < values.count; at += kSpan) blend_span<kind>(values, at, runs[r].at + at, first_query);
+        }
+    }
+
+    // Adds what a span of values makes to the sums of all queries that see it. `at`: in the run; `in_block`: in the
+    // block.
+    template <Kind kind, class First>
+    void blend_span(Codes values, int at, int in_block, const First& first_query) {
+        const int groups = cache_.groups();
+        float* const scales = wide_;
+        float* const middles = scales + std::ptrdiff_t(groups) * kSpan;
+        auto* const words = reinterpret_cast<std::int32_t*>(middles + std::ptrdiff_t(groups) * kSpan);
+        float* const steps = reinterpret_cast<float*>(words + std::ptrdiff_t(kCodeQueries) * groups * (kSpan / 2));
+        const RoundedWeights rounded{words, steps, steps + kCodeQueries * groups, groups};
+        span_factors<kind>(values, at, std::min(kSpan, values.count - at), groups, scales, middles);
+        each_query<kCodeQueries>(first_query(in_block), [&]<int n>(int i) {
+            const float* const weights = block_ + std::ptrdiff_t(i) * kBlockTokens + in_block;
+            for (int k = 0; k < n * groups; ++k) {
+                const std::ptrdiff_t factors = std::ptrdiff_t(k % groups) * kSpan;
+                round_weights<kind>(weights + k / groups * kBlockTokens, scales + factors, middles + factors,
+                                    words + k * (kSpan / 2), rounded.steps[k], rounded.middles[k]);
+            }
+            blend_codes<kind, n>(values, at, rounded, cache_.group, width_, sums_ + std::ptrdiff_t(i) * width_);
+            values.ahead = nullptr;
         });
     }
 
@@ -339,71 +385,16 @@ class HeadAttention {
     const AttentionShape& a_;
     const float* sinks_;
     double share_;
+    bool exact_;
     const KvCache& cache_;
     const std::int32_t* pages_;
     int head_, start_, rows_, width_, group_, queries_;
     std::size_t row_bytes_;
     float *query_, *sums_, *wide_, *factors_, *scores_, *block_;  // block_: the scores of a block
     Running* run_;
+    RoundedQueries rounded_;  // where query_ is else
+    SpreadWords spread_;
 };
-
-bool attend(Pool& pool, const AttendOp& op) {
-    const AttentionShape& a = op.attention;
-    const Sequence* const sequences = op.sequences;
-    const int sequence_count = op.sequence_count;
-    const KvCache& cache = op.cache;
-    Scratch scratch = op.scratch;
-    const int width = attend_width(cache.head_dim, cache.kind), group = a.heads / a.kv_heads;
-    const bool chooses = op.value_share < 1;
-    int longest = 1, furthest = 0, items = 0;
-    for (int s = 0; s < sequence_count; ++s) {
-        longest = std::max(longest, sequences[s].rows);
-        furthest = std::max(furthest, sequences[s].start + sequences[s].rows);
-    }
-    const int rows_at_once = attend_rows(a, longest, chooses), queries = group * rows_at_once;
-    const std::size_t share =
-        scratch_aligned(attend_floats(queries, width, chooses ? furthest : 1) * sizeof(float)) / sizeof(float);
-    // With many heads of many queries scratch may not have room for every thread. Then fewer threads work.
-    const int usable = std::min(pool.threads(), static_cast<int>(scratch.nbytes / (share * sizeof(float))));
-    if (usable < 1) return false;
-    auto* memory = take<float>(scratch, share * std::size_t(usable));
-    const int heads = a.hi - a.lo;
-    for (int s = 0; s < sequence_count; ++s) items += (sequences[s].rows + rows_at_once - 1) / rows_at_once * heads;
-    // Causal rows differ in cost, so a thread that is free takes the next item. Results do not depend on which.
-    std::atomic<int> next{0};
-    std::size_t cost = 0;
-    for (int s = 0; s < sequence_count; ++s) {
-        const int seen = sequences[s].start + sequences[s].rows;
-        // Counted as if numbers had 16 bits, since fewer bytes are no less work. A byte costs more than a byte of
-        // weights: 9 ns a token.
-        cost += std::size_t(4 * heads) * std::size_t(seen) * std::size_t(a.head_dim) *
-                std::size_t((sequences[s].rows + 3) / 4) * 4;
-    }
-    pool.run(cost, [&](const Team& team) {
-        if (team.id() >= usable) return;
-        float* mine = memory + std::ptrdiff_t(share) * team.id();
-        for (int item = next.fetch_add(1, std::memory_order_relaxed); item < items;
-             item = next.fetch_add(1, std::memory_order_relaxed)) {
-            int s = 0, before = 0, left = item, parts = 0;
-            for (;; ++s) {
-                parts = (sequences[s].rows + rows_at_once - 1) / rows_at_once;
-                if (left < parts * heads) break;
-                left -= parts * heads;
-                before += sequences[s].rows;
-            }
-            // Where positions are chosen few rows go together, so a head's keys are read again while caches have them.
-            const int head = a.lo + (chooses ? left / parts : left % heads);
-            const int row = (chooses ? left % parts : left / heads) * rows_at_once;
-            const int rows = std::min(rows_at_once, sequences[s].rows - row);
-            const std::ptrdiff_t at = std::ptrdiff_t(before + row) * a.heads * a.head_dim;
-            const std::int32_t* pages = op.pages + sequences[s].first_page;
-            HeadAttention attention{a,    op.sinks, op.value_share, cache, pages, head, sequences[s].start + row,
-                                    rows, mine};
-            attention(op.q + at, op.a + at);
-        }
-    });
-    return true;
-}
 
 }  // namespace
 }  // namespace penstock::PENSTOCK_ISA

@@ -30,7 +30,7 @@ void score(const float* queries, int width, const Cached& keys, int count, float
     for (int token = 0; token < count; token += 16) {
         for (int first = 0; first < 16; first += kKeys) {
             if (const std::uint8_t* const ahead = keys.fetched(token + first, count)) {
-                for (std::size_t at = 0; at < kKeys * keys.row_bytes; at += 64) fetch<kind>(ahead + at);
+                for (std::size_t at = 0; at < kKeys * keys.row_bytes; at += 64) fetch<quantised(kind)>(ahead + at);
             }
             for (int half = 0; half < kSteps; ++half) {
                 H acc[n][kKeys];
@@ -143,7 +143,7 @@ void blend(const float* weights, const Cached& values, int begin, int end, int c
     do {  // tells the compiler that there is a token at least: else it moves the sums to memory and back
         if (fetches) {
             const std::uint8_t* const ahead = values.fetched(token, count) + byte_of<kind>(first);
-            for (std::size_t b = 0; b < kBytes; b += 64) fetch<kind>(ahead + b);
+            for (std::size_t b = 0; b < kBytes; b += 64) fetch<quantised(kind)>(ahead + b);
         }
         Numbers<kind> value[steps];
 #pragma GCC unroll 8

@@ -211,8 +211,8 @@ void bind_ops(nb::module_& m) {
             SCRATCH(QkvOp));
     ops.def("attend", &Kernels::attend,
             SAME(AttendOp, attention), SAME(AttendOp, sinks), SAME(AttendOp, sequences), SAME(AttendOp, sequence_count),
-            SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SCRATCH(AttendOp),
-            SAME(AttendOp, value_share));
+            SAME(AttendOp, pages), SAME(AttendOp, q), CACHE(AttendOp), SAME(AttendOp, a), SAME(AttendOp, exact),
+            SCRATCH(AttendOp), SAME(AttendOp, value_share));
     ops.def("norm", &Kernels::norm,
             SAME(NormOp, norm), SAME(NormOp, x), SAME(NormOp, chosen), SAME(NormOp, t), SAME(NormOp, d),
             SAME(NormOp, h));

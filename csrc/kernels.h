@@ -418,7 +418,8 @@ struct QkvOp {
 
 // a [T, H, E] = softmax(scale · q kᵀ, causal and windowed) v, of q [T, H, E]. `sinks` [H] (null: none): a score of each
 // head that its softmax counts beside those of the positions, and that has no value. `value_share`: below 1, of the n
-// positions that a row sees those ceil(value_share · n) alone count whose scores are the best.
+// positions that a row sees those ceil(value_share · n) alone count whose scores are the best. `exact`: what multiplies
+// codes of the cache is not rounded to 16 bits.
 struct AttendOp {
     AttentionShape attention;
     const float* sinks;
@@ -428,6 +429,7 @@ struct AttendOp {
     KvCache cache;
     const float* q;
     float* a;
+    bool exact;
     Scratch scratch;
     double value_share = 1;
 };

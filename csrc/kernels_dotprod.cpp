@@ -1,6 +1,7 @@
 #define PENSTOCK_ISA dotprod
 // clang-format off: each header uses those before it
 #include "simd_neon.h"
+#include "codes_lanes.h"
 #include "kernels-inl.h"
 #include "fours-inl.h"
 #include "neuron-rows-inl.h"
@@ -10,7 +11,7 @@
 #include "ffn-inl.h"
 #include "experts-inl.h"
 #include "qkv-inl.h"
-#include "attention-inl.h"
+#include "attend-inl.h"
 #include "rows-inl.h"
 #include "widen-inl.h"
 #include "peak-inl.h"

@@ -278,6 +278,24 @@ inline I i_dot(I acc, Line weights, const std::int8_t* four) {
     return by_four<I>(one, acc, weights);
 }
 
+inline I i_load(const std::int32_t* p) { return line(p); }
+inline void i_store(std::int32_t* p, I x) {
+    vst1q_s32(p, x.a), vst1q_s32(p + 4, x.b);
+    vst1q_s32(p + 8, x.c), vst1q_s32(p + 12, x.d);
+}
+// acc + the low 16 bits of each word times one number, + the high 16 bits times another. No word is negative.
+inline I i_dot_twos(I acc, Line words, std::int32_t first, std::int32_t second) {
+    const auto one = [&](int32x4_t sum, int32x4_t w) {
+        const int32x4_t low = vandq_s32(w, vdupq_n_s32(0xffff)), high = vshrq_n_s32(w, 16);
+        return vmlaq_n_s32(vmlaq_n_s32(sum, low, first), high, second);
+    };
+    return by_four<I>(one, acc, words);
+}
+// Numbers of 16 bits, those of `high` above those of `low`.
+inline I i_words(I low, I high) {
+    return by_four<I>([](int32x4_t a, int32x4_t b) { return vsliq_n_s32(a, b, 16); }, low, high);
+}
+
 // Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
 inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     const auto one = [](int32x4_t first, int32x4_t second, int32x4_t third, int32x4_t fourth) {
@@ -294,14 +312,17 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
 
 namespace penstock::PENSTOCK_ISA {
 
-inline Quads quads_of(const std::uint8_t* const* rows) {
+// 16 bytes of four rows side by side.
+inline Line fours_of(const std::uint8_t* const* rows) {
     const uint8x16_t r0 = vld1q_u8(rows[0]), r1 = vld1q_u8(rows[1]), r2 = vld1q_u8(rows[2]), r3 = vld1q_u8(rows[3]);
     const auto words = [](uint8x16_t bytes) { return vreinterpretq_u16_u8(bytes); };
     const uint16x8_t first = words(vzip1q_u8(r0, r1)), second = words(vzip2q_u8(r0, r1));
     const uint16x8_t third = words(vzip1q_u8(r2, r3)), fourth = words(vzip2q_u8(r2, r3));
-    const Line both = {vreinterpretq_s32_u16(vzip1q_u16(first, third)), vreinterpretq_s32_u16(vzip2q_u16(first, third)),
-                       vreinterpretq_s32_u16(vzip1q_u16(second, fourth)),
-                       vreinterpretq_s32_u16(vzip2q_u16(second, fourth))};
+    return {vreinterpretq_s32_u16(vzip1q_u16(first, third)), vreinterpretq_s32_u16(vzip2q_u16(first, third)),
+            vreinterpretq_s32_u16(vzip1q_u16(second, fourth)), vreinterpretq_s32_u16(vzip2q_u16(second, fourth))};
+}
+inline Quads quads_of(const std::uint8_t* const* rows) {
+    const Line both = fours_of(rows);
     return {low_nibbles(both), high_nibbles(both)};
 }
 

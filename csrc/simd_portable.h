@@ -307,13 +307,13 @@ inline std::int32_t i_sum(const I& x) {
     PENSTOCK_LANES sum += x.v[i];
     return sum;
 }
-// Rounds to the nearest integers, ties to even, by adding and taking away 1.5 · 2^23. Numbers are within ±127; others
-// come from damaged weights, and give 0.
+// Rounds to the nearest integers, ties to even, by adding and taking away 1.5 · 2^23. Numbers are within ±32767;
+// others come from damaged weights, and give 0.
 inline I i_round(const F& x) {
     I r;
     for (int i = 0; i < 16; ++i) {
         const float rounded = (x.v[i] + 12582912.0F) - 12582912.0F;
-        r.v[i] = rounded >= -127.0F && rounded <= 127.0F ? static_cast<std::int32_t>(rounded) : 0;
+        r.v[i] = rounded >= -32767.0F && rounded <= 32767.0F ? static_cast<std::int32_t>(rounded) : 0;
     }
     return r;
 }
@@ -343,6 +343,30 @@ inline I i_dot(I acc, const Line& weights, const std::int8_t* four) {
     return acc;
 }
 
+inline I i_load(const std::int32_t* p) {
+    I r;
+    std::memcpy(r.v, p, 64);
+    return r;
+}
+inline void i_store(std::int32_t* p, const I& x) { std::memcpy(p, x.v, 64); }
+// acc + the low 16 bits of each word times one number, + the high 16 bits times another.
+inline I i_dot_twos(I acc, const Line& words, std::int32_t first, std::int32_t second) {
+    PENSTOCK_LANES {
+        acc.v[i] += static_cast<std::int32_t>(words.v[i] & 0xffffU) * first +
+                    static_cast<std::int32_t>(words.v[i] >> 16) * second;
+    }
+    return acc;
+}
+// Numbers of 16 bits, those of `high` above those of `low`.
+inline I i_words(I low, const I& high) {
+    PENSTOCK_LANES {
+        const auto word = [](std::int32_t x) { return static_cast<std::uint32_t>(x) & 0xffffU; };
+        const std::uint32_t both = word(low.v[i]) | word(high.v[i]) << 16;
+        std::memcpy(low.v + i, &both, 4);
+    }
+    return low;
+}
+
 #undef PENSTOCK_LANES
 
 // Numbers within ±127: lane i of the 16 is the four vectors' lanes i, as bytes.
@@ -360,6 +384,14 @@ inline void i_store_fours(std::int32_t* to, const I& a, const I& b, const I& c, 
 
 namespace penstock::PENSTOCK_ISA {
 
+// 16 bytes of four rows side by side.
+inline Line fours_of(const std::uint8_t* const* rows) {
+    Line fours{};
+    for (int row = 0; row < 4; ++row) {
+        for (int i = 0; i < 16; ++i) fours.v[i] |= std::uint32_t{rows[row][i]} << 8 * row;
+    }
+    return fours;
+}
 inline Quads quads_of(const std::uint8_t* const* rows) {
     Quads quads{};
     for (int row = 0; row < 4; ++row) {

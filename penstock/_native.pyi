@@ -311,9 +311,11 @@ class _Ops:
 
     def attend(
         self, *, attention: AttentionShape, sinks: int, sequences: int, sequence_count: int, pages: int, q: int,
-        cache: CacheShape, keys: int, values: int, a: int, scratch: int, scratch_bytes: int, value_share: float,
+        cache: CacheShape, keys: int, values: int, a: int, exact: bool, scratch: int, scratch_bytes: int,
+        value_share: float,
     ) -> None:  # fmt: skip
-        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache. sinks [H] (0: none): scores without values.
+        """a [t, H, E] = softmax(scale · q kᵀ) v over the cache. sinks [H] (0: none): scores without values. `exact`:
+        what multiplies codes of the cache is not rounded to 16 bits (`graph.ops.Attend`).
         `value_share`: below 1, over that share of the positions that a row sees, those with the best scores."""
 
     def norm(self, *, norm: Norm, x: int, chosen: int, t: int, d: int, h: int) -> None:

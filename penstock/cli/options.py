@@ -83,7 +83,11 @@ class Machine:
         "--isa", "NAME", "CPU kernels of this family, such as avx2; default the best that the processor has."
     )
     exact: bool = flag(
-        "--exact", None, "Multiply quantised weights with float32 activations, not with int8 ones.", False
+        "--exact",
+        None,
+        "Multiply quantised weights with float32 activations, not with int8 ones, and a quantised"
+        " cache with float32 numbers, not with int16 ones.",
+        False,
     )
     no_verify: bool = flag(
         "--no-verify", None, "Do not compare what is read of a packed model with its checksums.", False

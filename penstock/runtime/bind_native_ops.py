@@ -44,7 +44,7 @@ class NativeOps(Binding):
             (key, op): kernels.exact or cpu.all_exact(part, blocks)
             for key, part in self._parts.items() if part.kind in MIXED for op, blocks in _PRODUCTS.items()
         }  # fmt: skip
-        self._predicts_exactly = kernels.exact  # a mask is all that comes of it
+        self._all_exact = kernels.exact  # of predictors, of which a mask is all that comes, and of attention
         spec, layers = self._spec, self._spec.layers
         self._ffn_shapes = {
             part.key: cpu.ffn_shape(part, layers[part.layer].ffns[0 if part.kind == "experts" else -1])
@@ -227,8 +227,8 @@ class NativeOps(Binding):
         on.attend(
             attention=self._attention_of(call.unit, layer), sinks=sinks, sequences=pages.sequences_address,
             sequence_count=len(stored.seqs), pages=pages.pages_address, q=at(op.q), cache=self._shape(op, batch),
-            keys=at(op.keys), values=at(op.values), a=at(op.a), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
-            value_share=op.value_share,
+            keys=at(op.keys), values=at(op.values), a=at(op.a), exact=self._all_exact, scratch=at(op.scratch),
+            scratch_bytes=op.scratch.nbytes, value_share=op.value_share,
         )  # fmt: skip
 
     def _out_on(self, on: Target, call: Call, op: ops.Out, tables: BatchTables) -> None:
@@ -279,7 +279,7 @@ class NativeOps(Binding):
         on.predict(
             weights=at(op.weights), hidden=cpu.matrix(part.block("hidden")), neurons=cpu.matrix(part.block("neurons")),
             hidden_bias=part.block("hidden_bias").offset, neurons_bias=part.block("neurons_bias").offset, h=at(op.h),
-            t=batch_of(call).total_rows, active=at(op.active), exact=self._predicts_exactly, scratch=at(op.scratch),
+            t=batch_of(call).total_rows, active=at(op.active), exact=self._all_exact, scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 

@@ -62,8 +62,9 @@ class Case:
         return out
 
     def natively(
-        self, isa: str, share: float, threads: int = 1, first: int = 0, sinks: np.ndarray | None = None
-    ) -> np.ndarray:
+        self, isa: str, share: float, threads: int = 1, first: int = 0, sinks: np.ndarray | None = None,
+        exact: bool = True,
+    ) -> np.ndarray:  # fmt: skip
         """Of the rows from `first` on alone. float32 [rows - first, H, E]."""
         a, start, fmt = self.a, self.batch.start[0], self.pools[0].format
         q = np.ascontiguousarray(self.q[first:])
@@ -75,6 +76,7 @@ class Case:
             attention=cpu.attention_shape(a, 0, a.kv_heads), sinks=0 if sinks is None else int(sinks.ctypes.data),
             sequences=int(sequence.ctypes.data), sequence_count=1, pages=int(pages.ctypes.data),
             q=int(q.ctypes.data), cache=cpu.cache_shape(a, PAGE, fmt), keys=keys, values=values,
-            a=int(out.ctypes.data), scratch=int(room.ctypes.data), scratch_bytes=room.nbytes, value_share=share,
+            a=int(out.ctypes.data), exact=exact, scratch=int(room.ctypes.data),
+            scratch_bytes=room.nbytes, value_share=share,
         )  # fmt: skip
         return out

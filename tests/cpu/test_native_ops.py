@@ -51,6 +51,9 @@ FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g
 # Of the largest number rounded: what int8 activations may cost an op. Half a step of 1/127 each, and weights are
 # of a size that sums stay as large as their terms.
 ROUNDED = 0.05
+# Of the largest number of a row: what factors of 16 bits may cost attention over codes. A factor is 2^-16 off at most,
+# of the largest beside it, and a score that many of them make is some 1e-4 off.
+ROUNDED_WORDS = 1e-3
 KV_FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int8-g32", "int4-g32", "int4-g96"]
 NEAR_TIE = 1e-5  # sums in another order move scores by less
 # Steps between numbers of a KV cache, of the largest of them.
@@ -245,6 +248,8 @@ class Pair:
             if call.op == "head":
                 size = max(size, self.plan.target.spec.logit_softcap)
             near = ROUNDED if rounded else near
+        elif call.op == "attend" and rounded and self.plan.kv[0].format.is_quantised:
+            near = ROUNDED_WORDS
         for operand, slot in ops.slots_of(operands):
             if operand.mode not in ("w", "+"):
                 continue

@@ -123,7 +123,12 @@ class Attend(NamedTuple):
     """a = softmax(q · keys) · values of the unit's KV heads. `norms` (one slot, or none): the layer's, which hold a
     sink for each head. `fresh`: keys and values are those of the batch's rows alone, apart from the cache.
     `value_share`: below 1, the softmax is over a query's best positions alone (`Plan.value_share`). Of equal scores
-    the earlier positions are taken."""
+    the earlier positions are taken.
+
+    Native kernels round what multiplies the codes of a cache of integers to 16 bits, unless activations are to be
+    exact: a query's numbers, in steps of 2^-15 of the largest of each group (of 256 columns at most), and a position's
+    weight times its scale, in steps of 2^-15 of the largest of each 64 positions and group. What is rounded away counts
+    as if codes were the middle ones. The tolerance holds for exact activations."""
 
     q: Read
     keys: Read

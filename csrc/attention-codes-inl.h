@@ -1,0 +1,264 @@
+// Attention over a KV cache of integers with rounded factors, for one instruction set: codes are multiplied as they
+// lie, without being widened to floats. Queries and scores are here, values in attention-spans-inl.h.
+//
+// The rule, of which no bit depends on the instruction set's shapes. A query's numbers are rounded to 16 bits for each
+// piece of 256 columns of a group: q = step · n + rest, where |n| is at most 32,767 and the largest is that. So is what
+// a code of a value is multiplied with, a position's weight times its scale, for each group and each span of 64
+// positions. Sums of codes times such n are exact in 32 bits. What rounding left over is counted with the middle of the
+// codes, so that it costs only codes' differences from there: on average it shifts nothing.
+#pragma once
+
+#include "cache-inl.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+constexpr float kMostWord = 32767.0F;
+constexpr int kPieceColumns = 256;  // 255 · 32,767 · 256 is below 2^31
+
+// 16 bytes of a row have kUnitColumns columns, and 32 bits of it kUnitWords words of two columns each. Word w of 32
+// bits at 4 j has the columns word_column(w) + 4 j and that + 2.
+template <Kind kind>
+constexpr int kUnitColumns = kind == Kind::kInt4 ? 32 : 16;
+template <Kind kind>
+constexpr int kUnitWords = kind == Kind::kInt4 ? 4 : 2;
+template <Kind kind>
+constexpr float kMiddle = kind == Kind::kInt4 ? 7.5F : 127.5F;  // of the codes
+constexpr int word_column(int w) { return w / 2 * 16 + w % 2; }
+
+template <Kind kind, int w>
+[[gnu::always_inline]] inline Line word_of(Line x) {
+    if constexpr (kind == Kind::kInt8) return l_words<8 * w, 255>(x);
+    return l_words<w % 2 * 8 + w / 2 * 4, 15>(x);
+}
+
+// Queries of a KV head, rounded. Arrays are one for all: of `count` queries side by side.
+struct RoundedQueries {
+    int count, width, group, pieces_per_group, pieces;
+    std::int32_t* words;          // [width / 2][count]: two numbers each, in the order of products
+    float *steps, *rests, *sums;  // [pieces][count]: of n; of what is left, times the middle; of the query itself
+
+    RoundedQueries(int queries, int columns, int of_group, float* memory)
+        : count(queries),
+          width(columns),
+          group(std::min(of_group, columns)),
+          pieces_per_group((group + kPieceColumns - 1) / kPieceColumns),
+          pieces((width + group - 1) / group * pieces_per_group) {
+        words = reinterpret_cast<std::int32_t*>(memory);
+        steps = memory + std::ptrdiff_t(width / 2) * count;
+        rests = steps + std::ptrdiff_t(pieces) * count, sums = rests + std::ptrdiff_t(pieces) * count;
+    }
+    // The columns of a piece. A group's last one may have none.
+    int first(int piece) const {
+        return std::min(piece / pieces_per_group * group + piece % pieces_per_group * kPieceColumns, width);
+    }
+    int end(int piece) const {
+        const int of_group = std::min((piece / pieces_per_group + 1) * group, width);
+        return std::max(first(piece), std::min(first(piece) + kPieceColumns, of_group));
+    }
+
+    // Rounds query i. q [width] is followed by as many floats that may be written.
+    template <Kind kind>
+    void round(int i, float* q) const {
+        auto* const numbers = reinterpret_cast<std::int32_t*>(q + width);
+        for (int piece = 0; piece < pieces; ++piece) {
+            const int from = first(piece), to = end(piece);
+            I peak = i_zero();
+            for (int c = from; c < to; c += 16) peak = i_max(peak, i_magnitude(f_load(q + c)));
+            const std::int32_t bits = i_max_of(peak);
+            float most;
+            std::memcpy(&most, &bits, 4);
+            // A NaN or an infinity makes all scores NaN.
+            const float step = bits >= 0x7f800000 ? NAN : most < 1e-30F ? 0.0F : most / kMostWord;
+            const F inverse = f_set(step > 0 ? kMostWord / most : 0.0F), back = f_set(-step);
+            F all = f_zero(), rest = f_zero();
+            for (int c = from; c < to; c += 16) {
+                const F x = f_load(q + c);
+                const I n = i_round(f_mul(x, inverse));
+                i_store(numbers + c, n);
+                all = f_add(all, x), rest = f_add(rest, f_fma(back, f_from(n), x));
+            }
+            const std::ptrdiff_t at = std::ptrdiff_t(piece) * count + i;
+            steps[at] = step, rests[at] = kMiddle<kind> * f_sum(rest), sums[at] = f_sum(all);
+        }
+        std::int32_t* to = words + i;
+        for (int unit = 0; unit < width; unit += kUnitColumns<kind>) {
+            for (int j = 0; j < 4; ++j) {
+                for (int w = 0; w < kUnitWords<kind>; ++w, to += count) {
+                    const std::int32_t* const n = numbers + unit + 4 * j + word_column(w);
+                    *to = static_cast<std::int32_t>((static_cast<std::uint32_t>(n[2]) << 16) |
+                                                    (static_cast<std::uint32_t>(n[0]) & 0xffffU));
+                }
+            }
+        }
+    }
+};
+
+// Keys or values of a run. `scales` and `minimums`: the float16 of the run's first position in group 0. Of the next
+// group they lie `stride` positions further.
+struct Codes {
+    const std::uint8_t* rows;
+    std::size_t row_bytes;
+    const std::uint8_t *scales, *minimums;
+    int stride, count;
+    const std::uint8_t* ahead;  // the rows that are read next, or null
+
+    F scale(int group, int at) const { return f_half(scales + 2 * (std::ptrdiff_t(group) * stride + at)); }
+    F minimum(int group, int at) const { return f_half(minimums + 2 * (std::ptrdiff_t(group) * stride + at)); }
+    // What n rows from `at` on are followed by, kFetchBytes further on, or null.
+    const std::uint8_t* further(int at) const {
+        if (ahead == nullptr) return nullptr;
+        const int row = at + std::min(static_cast<int>(kFetchBytes / row_bytes), count);
+        return row < count ? rows + std::size_t(row) * row_bytes : ahead + std::size_t(row - count) * row_bytes;
+    }
+};
+
+// Fetches a few lines: more at once than a core has under way would wait for each other. Always inline, as `fetch`.
+[[gnu::always_inline]] inline void fetch_codes(const std::uint8_t* from, std::size_t nbytes) {
+    if (from == nullptr) return;
+    for (std::size_t b = 0; b < nbytes; b += 64) fetch<false>(from + b);
+}
+
+// The words of n queries from `first` on, each as often as a register of keys wants it: [steps][n][kPairLanes], for
+// whole kWideBytes bytes.
+template <Kind kind>
+void spread_words(const RoundedQueries& q, int first, int n, std::int32_t* to) {
+    constexpr int kUnitSteps = 4 * kUnitWords<kind>, kColumns = kWideLines * kUnitColumns<kind>;
+    constexpr int kCopies = kPairLanes / kWideLines;
+    for (int column = 0; column < q.width; column += kColumns) {
+        for (int step = 0; step < kUnitSteps; ++step) {
+            for (int i = first; i < first + n; ++i) {
+                for (int unit = 0; unit < kWideLines; ++unit, to += kCopies) {
+                    const int at = column / kUnitColumns<kind> + unit;
+                    const bool inside = at * kUnitColumns<kind> < q.width;
+                    std::fill_n(to, kCopies, inside ? q.words[(at * kUnitSteps + step) * q.count + i] : 0);
+                }
+            }
+        }
+    }
+}
+
+// The spread words of the last tiles of queries, which the next run of keys mostly wants again.
+class SpreadWords {
+  public:
+    // Those of n queries from `first` on. `other`: where they go if they are too many to be kept, 32 floats a column.
+    template <Kind kind, int n>
+    const std::int32_t* words(const RoundedQueries& q, int first, float* other) {
+        constexpr int kColumns = kWideLines * kUnitColumns<kind>;
+        const int wanted = (q.width + kColumns - 1) / kColumns * 4 * kUnitWords<kind> * n * kPairLanes;
+        if (wanted > kMost) {
+            spread_words<kind>(q, first, n, reinterpret_cast<std::int32_t*>(other));
+            return reinterpret_cast<std::int32_t*>(other);
+        }
+        Tile& tile = tiles_[first / kCodeQueries % 2];
+        if (tile.first != first || tile.n != n) spread_words<kind>(q, first, n, tile.words);
+        tile.first = first, tile.n = n;
+        return tile.words;
+    }
+
+  private:
+    static constexpr int kMost = 2048;  // of four queries with 256 columns
+    struct Tile {
+        alignas(64) std::int32_t words[kMost];
+        int first = -1, n = 0;
+    };
+    Tile tiles_[2];
+};
+
+// Sums of products of 16 keys' kWideBytes bytes, of which unit k has those of its columns: sums[i][k], for n queries.
+template <Kind kind, int n>
+[[gnu::noinline]] void dot_keys(const std::uint8_t* row, std::size_t row_bytes, const std::int32_t* words,
+                                const std::uint8_t* ahead, I (&sums)[n][kWideLines]) {
+#pragma GCC unroll 8
+    for (int part = 0; part < kWideLines; part += kKeyLines) {
+        if (ahead != nullptr) {
+            const std::size_t nbytes = 16 * row_bytes / (kWideLines / kKeyLines);
+            fetch_codes(ahead + std::size_t(part / kKeyLines) * nbytes, nbytes);
+        }
+        I acc[n][kKeyLines];
+#pragma GCC unroll 8
+        for (int i = 0; i < n; ++i) {
+#pragma GCC unroll 4
+            for (int b = 0; b < kKeyLines; ++b) acc[i][b] = i_zero();
+        }
+        Line lines[kKeyLines][4];
+#pragma GCC unroll 4
+        for (int b = 0; b < kKeyLines; ++b) {
+            key_lines(row + std::size_t(part + b) * (16 / kWideLines) * row_bytes, row_bytes, lines[b]);
+        }
+        const auto word = [&]<int j, int w>() __attribute__((always_inline)) {
+            if constexpr (w < kUnitWords<kind>) {
+                Line codes[kKeyLines];
+#pragma GCC unroll 4
+                for (int b = 0; b < kKeyLines; ++b) codes[b] = word_of<kind, w>(lines[b][j]);
+#pragma GCC unroll 8
+                for (int i = 0; i < n; ++i) {
+                    const Pair pair = pair_at(words + ((j * kUnitWords<kind> + w) * n + i) * kPairLanes);
+#pragma GCC unroll 4
+                    for (int b = 0; b < kKeyLines; ++b) acc[i][b] = i_dot_words(acc[i][b], codes[b], pair);
+                }
+            }
+        };
+        const auto line = [&]<int j>() __attribute__((always_inline)) {
+            word.template operator()<j, 0>(), word.template operator()<j, 1>();
+            word.template operator()<j, 2>(), word.template operator()<j, 3>();
+        };
+        line.template operator()<0>(), line.template operator()<1>();
+        line.template operator()<2>(), line.template operator()<3>();
+#pragma GCC unroll 8
+        for (int i = 0; i < n; ++i) {
+#pragma GCC unroll 4
+            for (int b = 0; b < kKeyLines; ++b) sums[i][part + b] = acc[i][b];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) wide_columns(sums[i]);
+}
+
+// scores[i][position] = scale · query · key, for n queries from `first` on, whose words are spread. Scores lie
+// kBlockTokens apart.
+template <Kind kind, int n>
+void score_codes(const RoundedQueries& q, int first, const std::int32_t* words, const Codes& keys, float scale,
+                 float* scores) {
+    constexpr int kStepWords = 4 * kUnitWords<kind> * n * kPairLanes;
+    for (int token = 0; token < keys.count; token += 16) {
+        const std::uint8_t* ahead = keys.further(token);
+        const std::uint8_t* row = keys.rows + std::size_t(token) * keys.row_bytes;
+        const std::int32_t* step = words;
+        F total[n];
+        I open[n];  // of the piece so far
+        for (int i = 0; i < n; ++i) total[i] = f_zero(), open[i] = i_zero();
+        int group = 0, piece = 0, group_end = std::min(q.group, q.width), end = std::min(kPieceColumns, group_end);
+        for (int column = 0; column < q.width; row += kWideBytes, step += kStepWords) {
+            I sums[n][kWideLines];
+            dot_keys<kind, n>(row, keys.row_bytes, step, ahead, sums);
+            ahead = nullptr;
+#pragma GCC unroll 4
+            for (int unit = 0; unit < kWideLines; ++unit) {
+                if (column >= q.width) break;
+                column += kUnitColumns<kind>;
+#pragma GCC unroll 8
+                for (int i = 0; i < n; ++i) open[i] = i_add(open[i], sums[i][unit]);
+                if (column < end) continue;
+                const F of_group = keys.scale(group, token), minimum = keys.minimum(group, token);
+                const std::ptrdiff_t at = std::ptrdiff_t(piece) * q.count + first;
+#pragma GCC unroll 8
+                for (int i = 0; i < n; ++i) {
+                    const F product = f_fma(f_from(open[i]), f_set(q.steps[at + i]), f_set(q.rests[at + i]));
+                    total[i] = f_fma(of_group, product, total[i]);
+                    total[i] = f_fma(minimum, f_set(q.sums[at + i]), total[i]);
+                    open[i] = i_zero();
+                }
+                ++piece;
+                if (column >= group_end) {
+                    piece = ++group * q.pieces_per_group, group_end = std::min(group_end + q.group, q.width);
+                }
+                end = std::min(column + kPieceColumns, group_end);
+            }
+        }
+        for (int i = 0; i < n; ++i) f_store(scores + i * kBlockTokens + token, f_mul(total[i], f_set(scale)));
+    }
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

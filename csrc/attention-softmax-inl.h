@@ -1,0 +1,50 @@
+// The softmax of attention, block by block, for one instruction set. Included after kernels-inl.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "scratch.h"
+
+namespace penstock::PENSTOCK_ISA {
+namespace {
+
+// The running softmax of one query: the largest score so far and the sum of weights. A sink is a score that was seen
+// before all others, with a value of 0.
+struct Running {
+    float best, weight;
+};
+
+// Turns the 256 scores of a block into weights. Returns the factor by which earlier sums shrink. Hidden scores are
+// -inf.
+inline float soften(float* scores, Running& run) {
+    I most_bits = i_zero();
+    F peaks = f_load(scores);
+    for (int i = 0; i < kBlockTokens; i += 16) {
+        const F s = f_load(scores + i);
+        most_bits = i_max(most_bits, i_magnitude(s));
+        peaks = f_max(peaks, s);
+    }
+    if (i_max_of(most_bits) > 0x7f800000) {  // f_max ignores NaN, but a row that met one must stay NaN
+        run.weight = scores[0] = NAN;
+        return NAN;
+    }
+    const float peak = std::max(run.best, f_max_of(peaks));
+    if (std::isinf(peak) && peak < 0) {  // nothing seen yet
+        std::fill_n(scores, kBlockTokens, 0.0F);
+        return 1.0F;
+    }
+    const float shrink = std::isinf(run.best) ? 0.0F : exp_of(run.best - peak);
+    F total = f_zero();
+    for (int i = 0; i < kBlockTokens; i += 16) {
+        const F weight = f_exp(f_add(f_load(scores + i), f_set(-peak)));
+        f_store(scores + i, weight);
+        total = f_add(total, weight);
+    }
+    run.weight = run.weight * shrink + f_sum(total);
+    run.best = peak;
+    return shrink;
+}
+
+}  // namespace
+}  // namespace penstock::PENSTOCK_ISA

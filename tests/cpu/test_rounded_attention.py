@@ -1,0 +1,94 @@
+"""Attention over a cache of integers with factors of 16 bits: near the reference, and the same bits whatever shares a
+call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.kernels import cpu
+from penstock.spec.model import Attention
+from tests.cpu.attention_case import PAGE, Case
+from tests.cpu.test_chosen_natively import alone_in
+
+ISAS = cpu.available()
+KV = ("int8", "int4", "int8-g32", "int4-g32", "int4-g96", "int8-g512")
+# Heads, KV heads, head_dim, positions before the first row, rows, window.
+SHAPES = [
+    (1, 1, 16, 0, 1, 0), (4, 2, 64, 300, 3, 0), (9, 1, 36, 511, 2, 70), (6, 6, 128, 700, 11, 0), (2, 1, 80, 255, 9, 0),
+    (8, 2, 96, 130, 1, 100), (3, 1, 320, 90, 5, 0), (24, 1, 192, 64, 20, 0), (5, 1, 576, 257, 1, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv", KV)
+def test_it_is_near_the_reference_and_rows_by_themselves_give_the_same_bits(
+    isa: str, shape: tuple[int, ...], kv: str
+) -> None:
+    heads, kv_heads, head_dim, start, rows, window = shape
+    case = Case(Attention(heads, kv_heads, head_dim, head_dim**-0.5, 0.0, window), start, rows, 1, kv)
+    sinks = np.linspace(-1, 2, heads, dtype=np.float32)
+    together, want = case.natively(isa, 1.0, 3, 0, sinks, exact=False), case.attend(1.0, sinks)
+    size = max(1.0, float(np.abs(want).max()))
+    assert np.abs(together - want).max() <= 1e-3 * size
+    assert np.sqrt(np.mean((together - want) ** 2)) <= 1e-4 * size
+    for row in {0, rows // 2, rows - 1}:
+        assert np.array_equal(alone_in(case, row).natively(isa, 1.0, 1, 0, sinks, exact=False)[0], together[row])
+    assert np.array_equal(case.natively(isa, 1.0, 2, rows // 2, sinks, exact=False), together[rows // 2 :])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_many_small_weights_beside_a_large_one_are_not_lost(isa: str, kv: str) -> None:
+    """One position has nearly all of the weight, the 3,000 others have less each than half of a step of its block."""
+    case = Case(Attention(1, 1, 64, 1.0), 3000, 1, 2, kv)
+    k, v = case.k * 1e-3, case.v
+    k[5, 0] = 10 * case.q[0, 0] / np.square(case.q[0, 0]).sum()
+    v[:, 0] += 2
+    v[5] = -1
+    case.store(k, v)
+    want = case.attend(1.0)
+    assert np.abs(case.natively(isa, 1.0, exact=False) - want).max() <= 2e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_what_lies_behind_the_last_position_does_not_matter(isa: str, kv: str) -> None:
+    case = Case(Attention(4, 2, 64, 0.2), PAGE + 20, 3, 1, kv)
+    clean = case.natively(isa, 1.0, exact=False)
+    for pool in case.pools:
+        block, row = pool.blocks[case.table[1]], pool.format.kv_codes_bytes(64)
+        block[:, 23 * row : PAGE * row] = 0xFF
+        factors = block[:, PAGE * row :].view(np.uint16).reshape(len(block), -1, PAGE)
+        factors[:, :, 23:] = 0x7E00  # NaN
+    assert np.array_equal(case.natively(isa, 1.0, exact=False), clean)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_damage_stays_visible(isa: str, kv: str) -> None:
+    case = Case(Attention(2, 1, 64, 0.2), 300, 1, 1, kv)
+    for bad in (np.nan, np.inf):
+        case.q[0, 1, 3] = bad
+        got = case.natively(isa, 1.0, exact=False)
+        assert np.isfinite(got[0, 0]).all() and np.isnan(got[0, 1]).all()
+    case.q[0, 1, 3] = 0
+    k, v = case.k.copy(), case.v.copy()
+    v[100, 0, 2] = np.nan
+    case.store(k, v)
+    assert np.isnan(case.natively(isa, 1.0, exact=False)).all(axis=(0, 1)).any()
+    case.q[...] = 0
+    k[100, 0, 2], v[100, 0, 2] = np.nan, 0
+    case.store(k, v)
+    assert np.isnan(case.natively(isa, 1.0, exact=False)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_of_a_share_of_the_positions_too(isa: str, kv: str) -> None:
+    case = Case(Attention(3, 3, 64, 0.2), 530, 9, 1, kv)
+    together = case.natively(isa, 0.2, threads=3, exact=False)
+    for row in range(9):
+        assert np.array_equal(alone_in(case, row).natively(isa, 0.2, exact=False)[0], together[row])
+    assert np.abs(case.natively(isa, 0.99999, exact=False) - case.natively(isa, 1.0, exact=False)).max() <= 1e-3
