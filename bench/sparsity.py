@@ -12,7 +12,8 @@
     tale   which neurons of the trained models fire (Figures 4 and 5), by `bench.tale_sparsity`
 
 What is missing here, and the time and the disk space that it takes, is told first. A part that fails leaves the others.
-The last line is one JSON object, whatever failed; what was not measured is null. After each part such a line comes too.
+The last line is one JSON object, which comes whatever fails (`bench.report`). What was not measured is null. After each
+part such a line comes too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
@@ -30,6 +29,8 @@ from typing import Any
 
 from bench import sparsity_page
 from bench.peers.ours import BATCHES
+from bench.report import last_line, model_folder
+from bench.rounds import this_machine
 from bench.sparsity_disk import on_disk
 from bench.sparsity_models import Models, tell
 from bench.sparsity_nemotron import beside_llamacpp
@@ -54,10 +55,6 @@ MINUTES = {
 }  # fmt: skip
 
 
-class Stopped(KeyboardInterrupt):
-    """By a signal: no further part begins."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the models here (23 GB); default a temporary folder")
@@ -73,42 +70,27 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="of the trained models, a page")
     parser.add_argument("--results", type=Path, help="keeps results here, and takes parts that are not run from it")
     wanted = parser.parse_args()
-    signal.signal(signal.SIGTERM, _stop)
-    start_s, failed = time.perf_counter(), dict[str, str]()
+    start_s, without = time.perf_counter(), dict[str, str]()
     result: dict[str, Any] = {"ops": None, "ram": None, "disk_2.4": None, "tale_opt": None, "cuda": None}
     if wanted.results and wanted.results.exists():
         result |= json.loads(wanted.results.read_text())
-    without: dict[str, str] = {}
-    machine = {"cpu": cpu_name(), "threads": wanted.threads, "memory_bytes": host.physical_bytes()}
 
-    def say() -> None:
-        about = {"rounds": wanted.rounds, "layers": wanted.layers or None, "machine": machine, "absent": without}
-        about |= {"took_s": time.perf_counter() - start_s, "failed": failed}
-        print(json.dumps({"bench": "sparsity", **about, **result}), flush=True)
+    def line() -> dict[str, Any]:
+        about = {"rounds": wanted.rounds, "layers": wanted.layers or None, "absent": without}
+        about |= {"machine": {**this_machine(), "threads": wanted.threads}, "took_s": time.perf_counter() - start_s}
+        return {"bench": "sparsity", **about, **result}
 
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        models = Models((wanted.folder or Path(temporary)).resolve(), wanted.layers)
-        try:
-            models.folder.mkdir(parents=True, exist_ok=True)
-            without = _missing(wanted.only)
-            _tell_needs(models, wanted)
-            for part in (part for part in PARTS if part in wanted.only):
-                try:
-                    for some in _measured(part, models, wanted, without):
-                        result |= some
-                        result["measured"] = {**result.get("measured", {}), part: _how(wanted)}
-                except (Exception, SystemExit) as error:  # a worker that ended is a SystemExit
-                    failed[part] = f"{type(error).__name__}: {error}"
-                    tell(f"{part} failed: {failed[part]}")
-                say()  # what is known so far, should the bench be killed
-            _write(result, wanted, without)
-        except KeyboardInterrupt as error:
-            failed["stopped"] = str(error) or "by Ctrl-C"
-        except (Exception, SystemExit) as error:
-            failed["bench"] = f"{type(error).__name__}: {error}"
-    say()
-    if failed:
-        sys.exit(1)
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
+        models = Models(folder, wanted.layers)
+        without |= _missing(wanted.only)
+        _tell_needs(models, wanted)
+        for part in (part for part in PARTS if part in wanted.only):
+            with report.part(part):
+                for some in _measured(part, models, wanted, without):
+                    result |= some
+                    result["measured"] = {**result.get("measured", {}), part: _how(wanted)}
+            print(json.dumps(line()), flush=True)  # what is known so far, should the bench be killed
+        _write(result, wanted, without)
 
 
 def _how(wanted: argparse.Namespace) -> str:
@@ -116,10 +98,6 @@ def _how(wanted: argparse.Namespace) -> str:
     rounds = "one round" if wanted.rounds == 1 else f"{wanted.rounds} rounds"
     of_layers = f", {wanted.layers} layers at most" if wanted.layers else ""
     return f"{rounds}{of_layers}, {wanted.threads} threads of an {cpu_name()}"
-
-
-def _stop(*_: object) -> None:
-    raise Stopped("by SIGTERM")
 
 
 def _missing(only: Collection[str]) -> dict[str, str]:

@@ -15,26 +15,23 @@
 
 All servers are processes of their own, in a cgroup where a budget is given. The clients are in this process and take
 processor time too. GB are 10^9 bytes. The last line is one JSON object with a figure of each part; what did not run is
-null there. The line before it has all figures. Both come whatever fails, and when the bench is stopped: a part that
-fails has what it measured before, and says why (`failed`), and the parts after it run. llama.cpp is named at the start
-where it cannot be imported.
+null there. The line before it has all figures. Both come whatever fails (`bench.report`), and a part that fails has
+what it measured before. llama.cpp is named at the start where it cannot be imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 
 from bench.cgroup import whole_pages
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
+from bench.report import Report, last_line, model_folder
+from bench.rounds import this_machine
 from bench.serve.joins import prompt
 from bench.serve.load import load
 from bench.serve.models import Bench, Figures
@@ -42,8 +39,6 @@ from bench.serve.soak import soak
 from bench.serve.streams import http, resident, streams
 from bench.serve.turns import prefix
 from bench.throughput_engines import absent
-from penstock.runtime import host
-from penstock.runtime.this_machine import cpu_name
 
 PARTS = ("streams", "resident", "http", "prompt", "prefix", "load", "soak")
 LIMIT_GB = 2.86
@@ -53,10 +48,6 @@ NAMES = ("streams_8_gain", "streams_32_gain", "vs_llamacpp_8", "gap_worst_ratio"
 
 
 Part = Callable[[], Iterator[Figures]]
-
-
-class Stopped(BaseException):
-    """The bench is to end: what was measured is told first."""
 
 
 def main() -> None:
@@ -71,69 +62,46 @@ def main() -> None:
     parser.add_argument("--large", type=Path, default=DEFAULT_SHAPES["8b"], help="config.json of the shape for budgets")
     parser.add_argument("--small", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of the shape for loads")
     wanted = parser.parse_args()
-    signal.signal(signal.SIGTERM, _stop)  # and its servers with it
     start_s = time.perf_counter()
     without = absent(("llamacpp",)) if "resident" in wanted.only else {}
     for peer, why in without.items():
         tell(f"{peer} cannot be run here, its figures are null: {why}")
     found: dict[str, Figures] = {name: {} for name in PARTS if name in wanted.only}
-    ends: BaseException | None = None
-    try:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-            folder = (wanted.folder or Path(temporary)).resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            bench = Bench(folder, wanted.large, wanted.small, whole_pages(round(wanted.limit_gb * 1e9)))
-            parts: dict[str, Part] = {
-                "streams": lambda: streams(bench, wanted.rounds),
-                "resident": lambda: resident(bench, wanted.rounds, "llamacpp" not in without),
-                "http": lambda: http(bench, wanted.rounds),
-                "prompt": lambda: prompt(bench, wanted.rounds),
-                "prefix": lambda: prefix(bench, wanted.rounds),
-                "load": lambda: load(bench, wanted.minutes),
-                "soak": lambda: soak(bench, min(10.0, wanted.minutes)),
-            }
-            run({name: parts[name] for name in found}, found)
-    except BaseException as error:  # no model, or the bench is stopped
-        ends = error
-    said: Figures = {name: next((part[name] for part in found.values() if part.get(name) is not None), None)
-                     for name in NAMES}  # fmt: skip
-    failed = {name: part["failed"] for name, part in found.items() if "failed" in part}
-    if ends is not None:
-        failed["bench"] = _why(ends)
-    machine = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    took_s = time.perf_counter() - start_s
-    about = {"bench": "serve", "rounds": wanted.rounds, "limit_gb": wanted.limit_gb, "machine": machine,
-             "took_s": took_s, "absent": without, "failed": failed}  # fmt: skip
-    print(json.dumps({**about, **found}))
-    print(json.dumps(said), flush=True)
-    if failed:
-        sys.exit(1)
+
+    def line() -> Figures:
+        took_s = time.perf_counter() - start_s
+        about = {"bench": "serve", "rounds": wanted.rounds, "limit_gb": wanted.limit_gb, "machine": this_machine(),
+                 "took_s": took_s, "absent": without, "failed": report.failed}  # fmt: skip
+        print(json.dumps({**about, **found}))
+        return {name: next((part[name] for part in found.values() if part.get(name) is not None), None)
+                for name in NAMES}  # fmt: skip
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
+        bench = Bench(folder, wanted.large, wanted.small, whole_pages(round(wanted.limit_gb * 1e9)))
+        parts: dict[str, Part] = {
+            "streams": lambda: streams(bench, wanted.rounds),
+            "resident": lambda: resident(bench, wanted.rounds, "llamacpp" not in without),
+            "http": lambda: http(bench, wanted.rounds),
+            "prompt": lambda: prompt(bench, wanted.rounds),
+            "prefix": lambda: prefix(bench, wanted.rounds),
+            "load": lambda: load(bench, wanted.minutes),
+            "soak": lambda: soak(bench, min(10.0, wanted.minutes)),
+        }
+        run({name: parts[name] for name in found}, found, report)
 
 
-def run(parts: Mapping[str, Part], found: dict[str, Figures]) -> None:
+def run(parts: Mapping[str, Part], found: dict[str, Figures], report: Report) -> None:
     """Runs the parts one after the other. Each yields its figures as they become more. `found` has the latest ones of
-    each, at any time, and `failed` of one that failed; those after it run. Raises what stops the bench."""
+    each, at any time. A part in which a turn failed has failed too, and has the figures of the others."""
     for name, part in parts.items():
-        try:
+        with report.part(name):
             for figures in part():
                 found[name] = figures
-            if failed := [each["failed"] for each in found[name].get("by_round", ()) if "failed" in each]:
-                found[name]["failed"] = failed
-        except BaseException as error:
-            found[name] = {**found[name], "failed": _why(error)}
-            tell(f"{name} failed: {_why(error)}")
-            if not isinstance(error, Exception | SystemExit):
-                raise
+            turns = [each["failed"] for each in found[name].get("by_round", ()) if "failed" in each]
+            if turns:
+                report.failed[name] = json.dumps(turns)
         shown = {key: value for key, value in found[name].items() if key != "by_round"}
         tell(f"{name}: {json.dumps(shown)}")
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
-
-
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    raise Stopped("SIGTERM")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.clients import medians
+from bench.report import Report, Stopped
 from bench.serve import __main__ as bench
 from bench.serve.models import Figures, in_turns, over
 
@@ -30,19 +31,25 @@ def test_a_part_that_fails_keeps_what_it_measured_and_those_after_it_run() -> No
         "http": part(then=ValueError("nonsense")),
         "soak": part({"wrong_answers": 1}, {"wrong_answers": 0}),
     }
-    bench.run(parts, found)
-    assert found == {
-        "streams": {"streams_8_gain": 6.0, "failed": "SystemExit: a request failed: no"},
-        "http": {"failed": "ValueError: nonsense"},
-        "soak": {"wrong_answers": 0},
-    }
+    report = Report()
+    bench.run(parts, found, report)
+    assert found == {"streams": {"streams_8_gain": 6.0}, "http": {}, "soak": {"wrong_answers": 0}}
+    assert report.failed == {"streams": "SystemExit: a request failed: no", "http": "ValueError: nonsense"}
 
 
 def test_what_stops_the_bench_stops_it() -> None:
     found: dict[str, Figures] = {"streams": {}, "soak": {}}
-    with pytest.raises(bench.Stopped):
-        bench.run({"streams": part({"x": 1.0}, then=bench.Stopped("SIGTERM")), "soak": part({"y": 1})}, found)
-    assert found == {"streams": {"x": 1.0, "failed": "Stopped: SIGTERM"}, "soak": {}}
+    with pytest.raises(Stopped):
+        bench.run({"streams": part({"x": 1.0}, then=Stopped("SIGTERM")), "soak": part({"y": 1})}, found, Report())
+    assert found == {"streams": {"x": 1.0}, "soak": {}}
+
+
+def test_a_part_with_a_turn_that_failed_has_failed() -> None:
+    found: dict[str, Figures] = {"http": {}}
+    report = Report()
+    rounds = [{"a": 1.0}, {"failed": {"a": "ValueError: no"}}]
+    bench.run({"http": part({"a": 1.0, "by_round": rounds})}, found, report)
+    assert found["http"]["a"] == 1.0 and "ValueError: no" in report.failed["http"]
 
 
 def test_a_turn_that_fails_leaves_the_others_their_figures() -> None:
@@ -69,12 +76,11 @@ def test_all_keys_come_where_there_is_no_model(
     missing = str(tmp_path / "missing.json")
     flags = ["--folder", str(tmp_path), "--large", missing, "--small", missing, "--only", *only]
     monkeypatch.setattr(sys, "argv", ["bench.serve", *flags])
-    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         bench.main()
-    assert ended.value.code == 1
+    assert str(ended.value.code).startswith("failed: ")
     *_, whole, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last) == dict.fromkeys(bench.NAMES)
     failed = json.loads(whole)["failed"]
+    assert json.loads(last) == {**dict.fromkeys(bench.NAMES), "failed": failed}
     assert failed.keys() == set(only) < json.loads(whole).keys()
     assert all("missing.json" in str(why) for why in failed.values())
