@@ -227,7 +227,6 @@ def _plan_files(several: Several, how: _How) -> None:
 def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf, lately: Lately) -> dict[str, Any]:
     """The JSON object: the plan as `--plan` reads it, and the figures of the table."""
     from penstock.planner.compare import to_json
-    from penstock.spec import codec
     from penstock.spec import plan as plans
 
     def beside(other: Prediction | None) -> dict[str, float] | None:
@@ -238,7 +237,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf,
 
     return {
         "plan": plans.to_json(solved.plan),
-        "predicted": {name: codec.to_json(value) for name, value in vars(solved.prediction).items()},
+        "predicted": solved.prediction.to_json(),
         "band": _band_report(band, solved.prediction),
         "limits": {limit.tier: {"used_bytes": limit.used_bytes, "limit_bytes": limit.limit_bytes} for limit in limits},
         "one_more_gib": beside(others.one_more_gib),

@@ -56,11 +56,10 @@ def table(planned: list[PlannedFile]) -> str:
 def report(planned: list[PlannedFile]) -> dict[str, Any]:
     """The JSON object."""
     from penstock.hubs.names import quantisation_of
-    from penstock.spec import codec
 
     files = []
     for choice, p, why in planned:
-        predicted = None if p is None else {name: codec.to_json(value) for name, value in vars(p).items()}
+        predicted = None if p is None else p.to_json()
         entry = {"file": choice.main, "quantisation": quantisation_of(choice.main), "bytes": choice.nbytes}
         files.append({**entry, "predicted": predicted, "why": why or None})
     return {"files": files}

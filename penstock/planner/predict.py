@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
@@ -15,6 +16,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, RouterTrace, stated
 from penstock.planner.simulate import Lowered, Simulator, lowered_pass
 from penstock.planner.sizes import prompt_and_half_way
+from penstock.spec import codec
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, Tier, is_device, tier_of
@@ -115,6 +117,12 @@ class Prediction:
     @property
     def peak_device_bytes(self) -> int:
         return sum(nbytes for tier, nbytes in self.tier_bytes.items() if is_device(tier))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and both peaks."""
+        peaks = {"peak_host_bytes": self.peak_host_bytes, "peak_device_bytes": self.peak_device_bytes}
+        fields: dict[str, Any] = codec.to_json(self)
+        return fields | peaks
 
     @property
     def ttft_bound_by(self) -> Lane:
