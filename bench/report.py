@@ -30,16 +30,14 @@ class Report:
         process of the bench ended (SystemExit of `bench.peers.WorkerEnded`), but not where the bench is to end."""
         try:
             yield
-        except Stopped:
-            raise
         except (Exception, SystemExit) as error:
             self.failed[name] = _line(error)
             traceback.print_exc()
             print(f"{name} failed, and the bench goes on: {self.failed[name]}", file=sys.stderr, flush=True)
 
 
-class Stopped(SystemExit):
-    """SIGTERM."""
+class Stopped(BaseException):
+    """SIGTERM. It is no SystemExit, which turns and parts of a bench bear."""
 
 
 @contextmanager
@@ -55,12 +53,14 @@ def last_line(line: Callable[[], dict[str, Any]]) -> Iterator[Report]:
     ended: BaseException | None = None
     try:
         yield report
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except (Exception, SystemExit, KeyboardInterrupt, Stopped) as error:
         ended = error
         report.failed["bench"] = _line(error)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(json.dumps(line() | ({"failed": report.failed} if report.failed else {})), flush=True)
+    if isinstance(ended, Stopped):
+        sys.exit(str(ended))
     if ended is not None:
         raise ended
     if report.failed:

@@ -207,7 +207,7 @@ class Scheduler:
         scores  whether logits of every token of the prompt are wanted. Then all of them go through the model, in passes
                 whose logits the plan has room for
         most    the most tokens of its answer, 1 or more. Give it only if no request will come after those that are
-        here: then nothing is loaded behind the last pass
+                here: then nothing is loaded behind the last pass
         pools   which hidden states of its prompt are wanted, in place of an answer
 
         Raises QueueFull."""

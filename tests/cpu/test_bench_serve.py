@@ -64,6 +64,14 @@ def test_a_turn_that_fails_leaves_the_others_their_figures() -> None:
     assert over(figures, "other", "one") is None
 
 
+def test_a_turn_does_not_keep_a_bench_that_is_to_end() -> None:
+    def stopped() -> float:
+        raise Stopped("SIGTERM")
+
+    with pytest.raises(Stopped):
+        list(in_turns({"one": stopped, "other": lambda: 2.0}, False))
+
+
 def test_medians_are_of_the_rounds_that_have_a_figure() -> None:
     rounds: list[Figures] = [{"a": 1.0, "b": None, "failed": {}}, {"a": 3.0, "b": None}, {"b": None}]
     assert medians(rounds) == {"a": 2.0, "b": None, "by_round": rounds}
