@@ -17,6 +17,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 TYPED := penstock bench
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
+SANITIZED := $(wildcard tests/cpu/test_native*.py) $(addprefix tests/cpu/test_,kv_cache.py rounded_attention.py chosen_natively.py neurons.py)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
@@ -44,7 +45,7 @@ fuzz: .venv/test.stamp .venv/wheel.stamp build/sanitize/stamp build/lm-eval/stam
 	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz or thinned" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
-	    $(BIN)/python -m pytest -p no:cacheprovider $(wildcard tests/cpu/test_native*.py) tests/cpu/test_kv_cache.py $(ARGS)
+	    $(BIN)/python -m pytest -p no:cacheprovider $(SANITIZED) $(ARGS)
 	@$(BIN)/python -m tools.wheel.emulated -m pytest -q -p no:cacheprovider $(ARM_TESTS) $(ARGS)
 	@$(BIN)/python -m tests.fuzz_files --minutes 4
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument
 
-import penstock
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Sampling, Workload
 from penstock.cli.output import note
 from penstock.errors import BadRequest
+from penstock.serve.shapes import MODEL
 from penstock.units import format_bytes
 
-MODEL = Path(penstock.__file__).parent / "assets" / "tale-llama"
 PROMPT = "Once upon a time"
 # A story needs some randomness. The seed makes it the same story on all machines whose arithmetic rounds alike.
 TELLING = {"do_sample": True, "temperature": 0.7, "top_k": 40}

@@ -35,7 +35,7 @@ GROWING = -1  # of --context: as many tokens as cost no speed
 
 MODEL_HELP = (
     "A packed model, a model's folder, a GGUF file, org/name[:revision][/file.gguf] or org/name:Q4_K_M on the Hub,"
-    " ollama:NAME or lmstudio:NAME (`penstock import` lists these)"
+    " ollama:NAME or lmstudio:NAME (`penstock import` lists these), or tale-llama, which is bundled"
 )
 Model = Annotated[str, Argument(metavar="MODEL", help=f"{MODEL_HELP}.")]
 # For commands that read no weights.

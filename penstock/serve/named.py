@@ -1,7 +1,7 @@
 """From a MODEL argument to the files that it means.
 
-In this order: a name that begins with the Hub's address, a path that is here, a bundled shape, `ollama:…` and
-`lmstudio:…`, any other name on the Hub.
+In this order: a name that begins with the Hub's address, a path that is here, the bundled model or a bundled shape,
+`ollama:…` and `lmstudio:…`, any other name on the Hub.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def locate(
 
             pin_path(located.path)
         return located
-    path, name = _path(model), hub_name(model)
+    name = hub_name(model)
     if name is None:
-        return Located(path)
+        raise BadRequest(_not_there(model))
     from penstock.hubs import pull  # with huggingface_hub
 
     pulled, beside_bytes = pull.find(name, where), 0
@@ -100,6 +100,8 @@ def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
         return None
     if path.exists():
         return Located(path)
+    if (bundled := shapes.find_model(model)) is not None:
+        return Located(bundled)
     if shapes.find(model) is not None:
         return Located(Path(model))
     for program in (ollama, lm_studio):
@@ -109,6 +111,13 @@ def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
             assert found.path is not None
             return Located(found.path, found.short)
     return None
+
+
+def _not_there(model: str) -> str:
+    if len(Path(model).parts) != 1:
+        return f"{model} is not there"
+    kinds = "MODEL is a folder, a GGUF file, org/name on the Hub, or what `penstock import` lists"
+    return f"{model} is not there: {kinds}; {shapes.MODEL.name} is bundled"
 
 
 def _tell_left_out(listed: Found, tell: Tell | None) -> None:

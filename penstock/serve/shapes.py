@@ -1,4 +1,5 @@
-"""Finds the bundled shapes of published models: configs to plan with, without weights (shapes/SOURCES.md)."""
+"""Finds what is bundled: a small model with its weights, and shapes of published models: configs to plan with, without
+weights (shapes/SOURCES.md)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import penstock
 from penstock.errors import BadRequest
 
+MODEL = Path(penstock.__file__).parent / "assets" / "tale-llama"
 _FOLDER = Path(penstock.__file__).parent / "shapes"
 
 
@@ -20,15 +22,20 @@ def find(name: str) -> Path | None:
     return _FOLDER / f"{name}.json" if name in names() else None
 
 
+def find_model(name: str) -> Path | None:
+    """The folder of the bundled model of that name, with its weights; None where there is none."""
+    return MODEL if name == MODEL.name and MODEL.is_dir() else None
+
+
 def locate(model: Path) -> Path:
-    """`model` itself where there is such a path, or where it has several parts and so must be a path. Else the config
-    of the bundled shape of that name.
+    """`model` itself where there is such a path, or where it has several parts and so must be a path. Else the folder
+    of the bundled model of that name, or the config of the bundled shape.
 
     Raises BadRequest where there is neither; it names shapes that are spelt alike.
     """
     if len(model.parts) != 1 or model.exists():
         return model
-    shape = find(model.name)
+    shape = find_model(model.name) or find(model.name)
     if shape is None:
         raise BadRequest(f"{model} is not there, nor is it a bundled shape: {_hint(model.name)}")
     return shape
@@ -37,6 +44,6 @@ def locate(model: Path) -> Path:
 def _hint(name: str) -> str:
     from difflib import get_close_matches  # only a typing error needs it
 
-    bundled = names()
+    bundled = [*names(), MODEL.name]
     near = get_close_matches(name.lower(), bundled, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(bundled)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from penstock import _native
@@ -63,15 +65,18 @@ class Case:
 
     def natively(
         self, isa: str, share: float, threads: int = 1, first: int = 0, sinks: np.ndarray | None = None,
-        exact: bool = True,
+        exact: bool = True, place: Callable[[np.ndarray], np.ndarray] = np.ascontiguousarray,
     ) -> np.ndarray:  # fmt: skip
-        """Of the rows from `first` on alone. float32 [rows - first, H, E]."""
+        """Of the rows from `first` on alone. float32 [rows - first, H, E]. `place`: puts operands where they are to
+        lie."""
         a, start, fmt = self.a, self.batch.start[0], self.pools[0].format
-        q = np.ascontiguousarray(self.q[first:])
-        out, seen = np.zeros_like(q), start + len(self.q)
-        sequence, pages = np.array([0, start + first, len(q)], np.int32), self.table.astype(np.int32)
-        room = np.empty(scratch_native.attend_bytes(a, fmt, len(q), seen if share < 1 else 0), np.uint8)
-        keys, values = (int(pool.blocks.ctypes.data) for pool in self.pools)
+        q = place(self.q[first:])
+        out, seen = place(np.zeros_like(q)), start + len(self.q)
+        sequence, pages = place(np.array([0, start + first, len(q)], np.int32)), place(self.table.astype(np.int32))
+        room = place(np.empty(scratch_native.attend_bytes(a, fmt, len(q), seen if share < 1 else 0), np.uint8))
+        blocks = [place(pool.blocks) for pool in self.pools]
+        sinks = None if sinks is None else place(sinks)
+        keys, values = (int(block.ctypes.data) for block in blocks)
         _native.Compute(isa, threads).attend(
             attention=cpu.attention_shape(a, 0, a.kv_heads), sinks=0 if sinks is None else int(sinks.ctypes.data),
             sequences=int(sequence.ctypes.data), sequence_count=1, pages=int(pages.ctypes.data),

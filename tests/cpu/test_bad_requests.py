@@ -98,6 +98,7 @@ def test_flags_are_read_before_a_first_use_packs(flags: str, call: Call, tmp_pat
         (["run", "/no/\udcff\udcfe", "hi"], "is not there"),
         (["run", "/no\nsuch\nmodel", "hi"], "is not there"),
         (["run", "model.gguf", "hi"], "model.gguf is not there"),
+        (["run", "tale-lama", "hi"], "org/name on the Hub, or what `penstock import` lists; tale-llama is bundled"),
         (["plan", "~nobody-of-that-name"], "is not there"),
         (["eval", "/tmp", "~nobody-of-that-name"], "cannot be read"),
         (["run", "/no", "hi", "--cache", ""], "--cache names no folder"),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.demo import MODEL
 from penstock.graph.resident import resident_plan
 from penstock.runtime.ceilings import Ceilings, ceilings_apart
 from penstock.serve.bench import weight_bytes
 from penstock.serve.bench_result import Measured
 from penstock.serve.generation import percentiles
+from penstock.serve.shapes import MODEL
 from penstock.spec.format import Format
 from penstock.store.packed import open_packed
 from tests.cpu.commands import Call, here, refused

@@ -14,8 +14,8 @@ import pytest
 
 import penstock
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.cli.demo import MODEL
 from penstock.errors import BadRequest
+from penstock.serve.shapes import MODEL
 from tests.cpu.commands import ROOT, machine_cache
 from tests.cpu.engines import make_model
 from tools.wheel.sample import examples, program

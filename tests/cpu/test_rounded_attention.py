@@ -9,6 +9,7 @@ import pytest
 from penstock.kernels import cpu
 from penstock.spec.model import Attention
 from tests.cpu.attention_case import PAGE, Case
+from tests.cpu.guarded import at_the_end
 from tests.cpu.test_chosen_natively import alone_in
 
 ISAS = cpu.available()
@@ -63,6 +64,23 @@ def test_what_lies_behind_the_last_position_does_not_matter(isa: str, kv: str) -
         factors = block[:, PAGE * row :].view(np.uint16).reshape(len(block), -1, PAGE)
         factors[:, :, 23:] = 0x7E00  # NaN
     assert np.array_equal(case.natively(isa, 1.0, exact=False), clean)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv", ["float32", "float16", *KV])
+@pytest.mark.thinned(4)
+def test_nothing_behind_the_last_page_of_an_arena_is_read(isa: str, shape: tuple[int, ...], kv: str) -> None:
+    """Registers of 64 bytes go up to 48 beyond a row, and whole spans of positions are read. Behind the last head's
+    block in the last page there may be nothing: what reads there ends the process."""
+    heads, kv_heads, head_dim, start, rows, window = shape
+    case = Case(Attention(heads, kv_heads, head_dim, 0.2, 0.0, window), start, rows, 1, kv)
+    sinks = np.linspace(-1, 2, heads, dtype=np.float32)
+    for table in (np.sort(case.table), np.sort(case.table)[::-1].copy()):  # the last page is the last, then the first
+        case.table = table
+        for exact, share in [(True, 1.0), (False, 1.0), (False, 0.2)]:
+            want = case.natively(isa, share, 1, 0, sinks, exact)
+            assert np.array_equal(case.natively(isa, share, 1, 0, sinks, exact, at_the_end), want)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -8,7 +8,8 @@ import pytest
 
 import penstock
 from penstock.errors import BadRequest, UnsupportedModel
-from penstock.serve import planning, shapes, source
+from penstock.hubs.where import Where
+from penstock.serve import named, planning, shapes, source
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
@@ -109,6 +110,7 @@ def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("llama-3.1-7b", "did you mean .*llama-3.1-70b"),
         ("Qwen3-8B", "did you mean qwen3-8b"),
         ("phi-3-mini.json", "did you mean phi-3-mini"),
+        ("tale-lama", r"did you mean tale-llama\?"),
         ("SOURCES", "there are gemma-2-27b, "),
         ("elephant", "there are gemma-2-27b, "),
     ],
@@ -149,3 +151,13 @@ def test_asks_of_shapes_are_within_their_positions() -> None:
     for name in shapes.names():
         spec, _ = planning.describe(Path(name), to_plan=True)
         assert spec.max_positions >= Ask().prompt_tokens + Ask().output_tokens
+
+
+def test_the_bundled_model_has_a_name_but_a_folder_here_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named.locate("tale-llama", Where()).path == shapes.MODEL
+    assert planning.describe(Path("tale-llama")) == planning.describe(shapes.MODEL)
+    (tmp_path / "tale-llama").mkdir()
+    assert named.locate("tale-llama", Where()).path == Path("tale-llama")
