@@ -57,7 +57,7 @@ class Chat:
             "/new": ("starts over; what the model was told before stays", self._new),
             "/system": ("TEXT: starts over, and tells the model this before the first turn", self._system),
             "/retry": ("another answer to the last turn", self._retry),
-            "/set": ("NAME VALUE, as in /set temperature 0.7", self._set),
+            "/set": ("NAME VALUE, as in /set temperature 0.7; alone it tells what is set", self._set),
             "/last": ("all figures of the last answer", self._figures),
             "/save": ("FILE: writes the conversation down", self._save),
             "/load": ("FILE: goes on with a conversation that was saved", self._load),
@@ -80,7 +80,7 @@ class Chat:
             except PenstockError as error:
                 if error.exit_code != 2:
                     raise
-                note(f"{error.message} (/new starts over)")
+                note(error.message if turn.lstrip().startswith("/") else f"{error.message} (/new starts over)")
             if self._ended:
                 return
 
@@ -144,7 +144,8 @@ class Chat:
             self._conversation.forget()
             asked = prompt(self.messages)
         if left:
-            note(f"the context of {context} tokens is full: the {left} oldest turns were left out")
+            turns_left = "the oldest turn was" if left == 1 else f"the {left} oldest turns were"
+            note(f"the context of {context} tokens is full: {turns_left} left out")
         return asked
 
     def _help(self, _: str) -> None:
@@ -173,21 +174,28 @@ class Chat:
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         numbers = {each.name: each.type for each in fields(self._params) if str(each.type).startswith(("int", "float"))}
-        del numbers["n"]  # a turn has one answer
-        if name not in numbers:
+        for other in ("n", "logprobs", "prompt_logprobs"):  # a turn has one answer, and shows its text alone
+            del numbers[other]
+        if name and name not in numbers:
             raise BadRequest(f"/set {name}: there are {', '.join(numbers)}")
+        if not value:
+            for each in [name] if name else numbers:
+                set_to = getattr(self._params, each)
+                note(f"{each} {'is not set' if set_to is None else set_to}")
+            return
         try:
             named: dict[str, Any] = {name: (int if str(numbers[name]).startswith("int") else float)(value)}
         except ValueError:
             raise BadRequest(f"/set {name} {value}: it should be a number") from None
         self._params = replace(self._params, **named)
+        note(f"{name} {named[name]}")
 
     def _save(self, name: str) -> None:
         import json
 
         from penstock.store.files import Kind, write_bytes
 
-        file = file_to_write(name, "/save")
+        file = file_to_write(_named(name, "/save"), "/save")
         text = _BEGINS + ', "messages": ' + json.dumps(self.messages) + "}\n"
         try:
             write_bytes(file, text.encode(), Kind("a conversation", _BEGINS.encode()))
@@ -196,7 +204,7 @@ class Chat:
         note(f"{len(self.messages)} messages are in {file}")
 
     def _load(self, name: str) -> None:
-        self.messages[:] = _messages_of(as_path(name))
+        self.messages[:] = _messages_of(as_path(_named(name, "/load")))
         self._conversation.forget()
         note(f"{len(self.messages)} messages: the next turn goes on with them")
 
@@ -213,6 +221,12 @@ class Chat:
 
         engine = self._engine
         print(fitted(explain.table(engine.solved, engine.ask, engine.machine, why=text == "why")), flush=True)
+
+
+def _named(name: str, command: str) -> str:
+    if not name:
+        raise BadRequest(f"{command} wants a file: {command} chat.json")
+    return name
 
 
 def _messages_of(file: Path) -> Messages:

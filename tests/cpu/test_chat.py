@@ -126,6 +126,21 @@ def test_retry_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in err, text
 
 
+def test_set_tells_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    said(Stub(), "/set temperature 0.7", "/set temperature", "/set seed", "/set logprobs 3", "/set")
+    told = [line.removeprefix("penstock: ") for line in capsys.readouterr().err.splitlines()]
+    assert told[:3] == ["temperature 0.7", "temperature 0.7", "seed is not set"]
+    assert told[3].startswith("/set logprobs: there are max_tokens, ")
+    assert "temperature 0.7" in told[4:] and "top_p 1.0" in told[4:]
+
+
+def test_an_error_of_a_command_is_not_the_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    said(Stub(), "/save", "/load", "/nope", "!")
+    err = capsys.readouterr().err
+    assert "/save wants a file: /save chat.json\n" in err and "/load wants a file: /load chat.json\n" in err
+    assert "/help lists what there is\n" in err and "too long (/new starts over)\n" in err
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(Stub(), "stop", "two") == [["stop"], ["stop", "an", "two"]]
     assert "the answer was ended" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_a_whole_session(folder: Path, tmp_path: Path) -> None:
 
         chat.say("/set max_tokens 400", "/set")
         chat.process.send("Go on.\r")
-        chat.until(lambda lines: len(lines) > 2, "answer")  # early: the rest takes more than a second
+        chat.until(lambda lines: len(lines) > 3, "answer")  # early: the rest takes more than a second
         chat.process.sendintr()
         chat.ready("the answer was ended")
         chat.keep("Ctrl-C ends an answer")
