@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 from penstock.serve.generation import Generation
-from penstock.serve.llm import LLM, checked_params, one_answer
+from penstock.serve.llm import LLM, Score, checked_params, one_answer
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.pooling import Pool, Pooling, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
@@ -62,6 +62,10 @@ class AsyncLLM:
         async with aclosing(self._pieces(ids, params)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def score(self, text: str | Sequence[int], likeliest: int = 0) -> Score:
+        """As `LLM.score`. It waits until no answer is under way."""
+        return await asyncio.to_thread(self.llm.score, text, likeliest)
 
     async def embed(
         self, texts: Prompts, *, pooling: Pool | None = None, normalize: bool = True, dimensions: int | None = None

@@ -205,6 +205,13 @@ class LLM:
                 self._service = Service.of_whole_answers(self.engine)
             return self._service
 
+    def __repr__(self) -> str:
+        plan = self.engine.plan
+        return (
+            f"<LLM {self.engine.packed.folder.name}: context {plan.context}, batch {self.engine.ask.batch}, "
+            f"{self.engine.prediction.decode_tokens_per_s:.3g} tokens/s promised>"
+        )
+
     def __enter__(self) -> LLM:
         return self
 

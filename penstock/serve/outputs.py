@@ -71,6 +71,10 @@ class RequestOutput:
     def ttft_s(self) -> float:
         return self.outputs[0].ttft_s
 
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.outputs[0].decode_tokens_per_s
+
 
 def prompt_list(prompts: object) -> list[str | list[int]]:
     """The prompts of `LLM.generate` as a list: one text, one list of ids, or a list of either. Raises TypeError for

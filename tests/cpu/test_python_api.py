@@ -46,7 +46,7 @@ def llm(folder: Path, cache: Path) -> Iterator[LLM]:
 
 def test_ids_are_a_prompt_too(llm: LLM) -> None:
     (text,) = llm.generate("hello", BRIEF)
-    assert text.prompt == "hello" and text.ttft_s > 0 and text.outputs[0].decode_tokens_per_s > 0
+    assert text.prompt == "hello" and text.ttft_s > 0 and text.decode_tokens_per_s > 0
     (ids,) = llm.generate(text.prompt_token_ids, BRIEF)
     assert (ids.prompt, ids.token_ids, ids.text) == (None, text.token_ids, text.text)
     mixed = llm.generate([text.prompt_token_ids, "world"], BRIEF)
@@ -77,6 +77,10 @@ def test_a_stream_that_is_left_ends_and_others_go_on_beside_it(llm: LLM) -> None
     assert llm.generate("hello", BRIEF)[0].text == whole.text
     stream.close()  # type: ignore[attr-defined]
     assert llm.service().idle(30)
+
+
+def test_a_model_tells_what_it_is(llm: LLM) -> None:
+    assert f"{llm!r}".startswith("<LLM ") and "context 128, batch 2, " in f"{llm!r}"
 
 
 def test_what_is_wrong_is_told(llm: LLM) -> None:
@@ -117,6 +121,8 @@ def test_tasks_share_a_model(llm: LLM) -> None:
         ]
         assert "".join([piece async for piece in both.stream("hello", BRIEF)]) == whole
         assert "".join([piece async for piece in both.stream_chat(ASKED, BRIEF)]) == turn
+        answers, score = await asyncio.gather(both.generate("hello", BRIEF), both.score("hello world", 2))
+        assert answers[0].text == whole and score == llm.score("hello world", 2)
         with pytest.raises(BadRequest, match="outside the vocabulary"):
             await both.generate(["hello", [1 << 40]], BRIEF)
         task = asyncio.ensure_future(both.generate("hello", SamplingParams(max_tokens=100, ignore_eos=True)))
