@@ -4,6 +4,8 @@
     exact    as the plan decides, of the model packed hot to cold by a profile of random tokens
     predict  of the model in records, with predictors of a stated size. They call other neurons active for each token,
              those at the first places most often (`bench.stated_predictors.state_by_rates`)
+    ahead    the same, but each layer's predictor hears the layer before it, so that the disk has a layer's reads before
+             attention is computed
 
 They take turns in a process and a memory cgroup of their own, with an empty page cache.
 """
@@ -21,41 +23,43 @@ from bench.peers import WorkerEnded
 from bench.sparsity_models import CONTEXT, Models, tell
 
 WARM_TOKENS, TOKENS = 4, 24
+SPARSITY = {"ahead": "predict"}  # of those that are not named by it
 KEYS = ("vs_dense", "share_of_bound", "disk_bytes_per_token")
 
 
 def on_disk(models: Models, rounds: int, layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """After each turn: the keys of `predict` on top, where it was wanted, else of `exact`; all under their names."""
+    """After each turn: the keys of `ahead` on top, where predictors are wanted, else of `exact`; all under their
+    names."""
     hot = models.hot_to_cold()
     folders = {"off": hot}
     if "exact" in layouts:
         folders["exact"] = hot
     if "predict" in layouts:
-        folders["predict"] = models.with_rates()
+        folders["predict"], folders["ahead"] = models.with_rates(), models.with_rates(ahead=1)
     on_top = list(folders)[-1]
     for found in within_disk(models, folders, rounds):
         yield {**{key: found.get(on_top, {}).get(key) for key in KEYS}, **found}
 
 
 def within_disk(models: Models, folders: dict[str, Path], rounds: int) -> Iterator[dict[str, Any]]:
-    """After each turn the figures of each of the models `folders` by its sparsity, "off" among them. `vs_dense`: beside
+    """After each turn the figures of each of the models `folders` by its name, "off" among them. `vs_dense`: beside
     off in the same round. Raises WorkerEnded in the end if a process did not live."""
     limit = whole_pages(models.limit_bytes)
-    found: dict[str, list[dict[str, Any]]] = {sparsity: [] for sparsity in folders}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
     failed: dict[str, str] = {}
     for i in range(rounds):
-        for sparsity in list(found)[:: 1 if i % 2 == 0 else -1]:
-            if sparsity in failed:
+        for name in list(found)[:: 1 if i % 2 == 0 else -1]:
+            if name in failed:
                 continue
             try:
-                found[sparsity].append(_turn(models, folders[sparsity], limit, sparsity))
+                found[name].append(_turn(models, folders[name], limit, SPARSITY.get(name, name)))
             except WorkerEnded as ended:
-                failed[sparsity] = f"{sparsity}: {ended}"
-                tell(f"disk, {failed[sparsity]}")
+                failed[name] = f"{name}: {ended}"
+                tell(f"disk, {failed[name]}")
                 continue
-            last = found[sparsity][-1]
+            last = found[name][-1]
             tell(
-                f"disk, {sparsity}: {TOKENS / last['seconds']:.2f} tokens/s (predicted"
+                f"disk, {name}: {TOKENS / last['seconds']:.2f} tokens/s (predicted"
                 f" {last['predicted_tokens_per_s']:.2f}), {last['disk_bytes'] / TOKENS / 1e6:.1f} MB a token (predicted"
                 f" {last['predicted_disk_bytes'] / 1e6:.1f}), {last['bound_s'] / last['seconds']:.2f} of the bound"
             )

@@ -83,14 +83,16 @@ class Models:
             run_penstock("pack", model, target, "--profile", model / "profile.json")
         return target
 
-    def with_rates(self) -> Path:
-        """OPT's records with predictors that call each neuron active at a rate of its own. Its weights are linked."""
+    def with_rates(self, ahead: int = 0) -> Path:
+        """OPT's records with predictors that call each neuron active at a rate of its own. Its weights are linked.
+        `ahead`: how many layers before its own a predictor hears."""
         model = self.make("int4-records")
-        target = model.with_name(f"{model.name}-rates")
+        target = model.with_name(f"{model.name}-rates{'-ahead' if ahead else ''}")
         if not (target / PREDICTORS).exists():
             tell(f"stating predictors of {target.name}")
             linked(model, target)
-            state_by_rates(target, STATED_ACTIVE, STATED_SHARE, STEEPNESS, Loading(cache=self.cache))
+            how = Loading(cache=self.cache)
+            state_by_rates(target, STATED_ACTIVE, STATED_SHARE, STEEPNESS, how, ahead)
         return target
 
     @property
@@ -113,7 +115,7 @@ class Models:
             name = f"{config.stem}-{weights}{more}" + (".gguf" if weights == "q4_0" else "")
             if not (self.folder / name).exists():
                 total += _nbytes(parts_of(config, "int4" if weights == "q4_0" else weights))
-                total += _predictors_bytes(config) * weights.endswith("records") * (2 if shape == OPT else 1)
+                total += _predictors_bytes(config) * weights.endswith("records") * (3 if shape == OPT else 1)
         return total
 
 

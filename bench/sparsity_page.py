@@ -92,7 +92,7 @@ def _ram(result: Mapping[str, Any]) -> str:
 
 def _disk(result: Mapping[str, Any]) -> str:
     disk = result.get("disk_2.4") or {}
-    names = [name for name in ("off", "exact", "predict") if disk.get(name)]
+    names = [name for name in ("off", "exact", "predict", "ahead") if disk.get(name)]
     if not names:
         return ""
     lines = [

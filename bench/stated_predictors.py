@@ -4,6 +4,7 @@ read and multiplied as others are, and the biases decide.
 
 `state`: the same neurons for every token, drawn once. `state_by_rates`: others for each token, the neuron at each place
 at a rate of its own, which falls with the place as PowerInfer's Figure 4 has it. A profile beside the model says so.
+With `ahead` they hear the layer before theirs, of which they are told rates no less.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def state(folder: Path, active: float, share: float) -> Predictors:
 
 
 def state_by_rates(
-    folder: Path, active: float, share: float, steepness: float, how: Loading = Loading()
+    folder: Path, active: float, share: float, steepness: float, how: Loading = Loading(), ahead: int = 0
 ) -> Predictors:  # fmt: skip
     """The same, but the neuron at place i is called active at a rate that falls with i as a power of `steepness`, with
     the mean `active`. A neuron's scores over tokens are nearly normal, as sums of many terms, so their mean and their
@@ -89,7 +90,7 @@ def state_by_rates(
     layers = tuple(FiringCounts(i, n, counts, together) for i in range(len(spec.layers)))
     keep_profile(Profile("nothing (stated)", "0" * 64, _TOKENS, (), layers), folder)
     biases = [np.where(np.arange(n) < active * n, _SURE, -_SURE).astype(np.float32) for _ in spec.layers]
-    _keep(folder, spec, rank, together, one, biases)
+    _keep(folder, spec, rank, together, one, biases, ahead=ahead)
     rng = np.random.default_rng(_SEED + 1)
     ids, other_ids = (rng.integers(0, 256, (heard // _WINDOW, _WINDOW), np.int32) for heard in (2 * _HEARD, _HEARD))
     called = np.zeros(len(spec.layers))
@@ -111,7 +112,7 @@ def state_by_rates(
         _hear(engine, other_ids, count)
     spread = f"{called.min():.2%} to {called.max():.2%} a layer"
     print(f"of other tokens called active: {called.mean():.2%} of the neurons, {spread}", flush=True)
-    return _keep(folder, spec, rank, together, one, biases, hidden, called / active)
+    return _keep(folder, spec, rank, together, one, biases, hidden, called / active, ahead)
 
 
 def _loaded(folder: Path, spec: ModelSpec, windows: int, how: Loading) -> Engine:
@@ -173,7 +174,7 @@ def _random(spec: ModelSpec, rank: int, rng: np.random.Generator) -> Fitted:
 
 def _keep(
     folder: Path, spec: ModelSpec, rank: int, active: tuple[float, ...], one: Array, biases: list[Array],
-    hidden: list[Array] | None = None, times: Array | None = None,
+    hidden: list[Array] | None = None, times: Array | None = None, ahead: int = 0,
 ) -> Predictors:  # fmt: skip
     """Keeps predictors that differ by their biases alone. `active`: as of `LayerPredictor`. `times`: of each layer, how
     many times as many are called active."""
@@ -188,7 +189,7 @@ def _keep(
     ]
     layers = tuple(LayerPredictor(i, rank, 0.0, 0.0, 0.0, shares) for i, shares in enumerate(called))
     sums = ("0" * 16,) * len(layers)
-    found = Predictors(model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, sums)
+    found = Predictors(model_sha256(folder), "nothing (stated)", "0" * 64, 1, _SEED, 0.5, layers, sums, ahead)
     keep(found, granules, folder, spec)
     return found
 

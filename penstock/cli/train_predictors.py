@@ -37,6 +37,13 @@ def train_predictors(
         Option("--recall", help="Of the neurons that fire, call this share active: more costs more false alarms."),
     ] = 0.98,
     seed: Annotated[int, Option("--seed", min=0, help="The same seed gives the same predictors.")] = 0,
+    ahead: Annotated[
+        bool,
+        Option(
+            "--ahead",
+            help="Foretell one layer ahead, so that a disk need not wait between layers; costs more false alarms.",
+        ),
+    ] = False,
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
@@ -66,7 +73,9 @@ def train_predictors(
     beside = training.beside_bytes(spec, fmt)
     with loaded(source, ask, machine, beside_bytes=beside) as engine, progress() as tell:
         name = Path(file).name
-        trained = training.train(engine, text, name, recall=recall, seed=seed, most_tokens=tokens, on_progress=tell)
+        trained = training.train(
+            engine, text, name, recall=recall, seed=seed, most_tokens=tokens, ahead=int(ahead), on_progress=tell
+        )
         total_bytes = engine.packed.total_bytes
     kept = predictors.keep(trained.predictors, trained.granules, source.folder, spec)
     if as_json:
@@ -92,7 +101,8 @@ def _print_json(predictors: Predictors, spec: ModelSpec, kept: Path) -> None:
     print_json(
         {
             "tokens": predictors.tokens, "text_sha256": predictors.text_sha256, "file": str(kept),
-            "weights": predictors.weights(spec), "recall": mean.recall, "false_alarms": mean.false_alarms,
-            "active": mean.active[0], "layers": [dataclasses.asdict(each) for each in predictors.layers],
+            "weights": predictors.weights(spec), "ahead": predictors.ahead, "recall": mean.recall,
+            "false_alarms": mean.false_alarms, "active": mean.active[0],
+            "layers": [dataclasses.asdict(each) for each in predictors.layers],
         }
     )  # fmt: skip

@@ -6,7 +6,8 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.ring      units in flight from a slower tier     T.act      activations, per batch of a pass
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.cache     slots of experts that come from a slower tier, layer after layer
-    host.asked  pages with records of a layer's units that are asked for (`graph.asked`); of all layers the same bytes
+    host.asked  pages with records of a layer's units that are asked for (`graph.asked`). All layers have the same
+                bytes, or two layers have theirs by turns, where predictors hear the layer before theirs
     host.recent slots for records of units that are asked for, unit after unit (`graph.recent`)
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
@@ -48,6 +49,8 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self._last_unit = {unit.part: i for i, unit in enumerate(plan.units)}
+        # Layers that have an answer of predictors at the same time, and pages that were read by it.
+        self._turns = 1 + max((each.hears < each.layer for each in plan.predictors), default=False)
         self._cached = {f"{cache.layer}.experts" for cache in plan.caches}
         self.executors = self._executors()
         self.delegated = self._delegated()
@@ -190,17 +193,24 @@ class Layout:
                 slots[i] = Slot(arenas[home], lo, hi)
         return slots
 
+    def active_name(self, layer: int) -> str:
+        """The name of the buffer with what predictors say of a layer. Two layers take turns if they have an answer at
+        the same time."""
+        return "active_odd" if self._turns > 1 and layer % 2 else "active"
+
     def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot]]:
-        kept, asked, ends = dict[int, Slot](), dict[int, Slot](), dict[str, int]()
+        kept, inside, ends = dict[int, Slot](), dict[int, tuple[int, int]](), dict[str, int]()
         for u, unit in [(u, unit) for u, unit in enumerate(self.plan.units) if unit.asked]:
             records, granules = Records.of(self.parts[unit.part]), unit.hi - unit.lo
             kept[u] = self._take(f"{HOST}.weights", granules * records.kept_bytes, PAGE_BYTES)
             lo = ends.get(unit.part, 0)
             ends[unit.part] = lo + granules * records.page_bytes
-            asked[u] = Slot(f"{HOST}.asked", lo, ends[unit.part])
-        if ends:
-            self._take(f"{HOST}.asked", max(ends.values()), PAGE_BYTES)
-        return kept, asked
+            inside[u] = lo, ends[unit.part]
+        room = max(ends.values(), default=0)  # whole pages
+        if room:
+            self._take(f"{HOST}.asked", self._turns * room, PAGE_BYTES)
+        begins = {u: self.parts[self.plan.units[u].part].layer % self._turns * room for u in inside}
+        return kept, {u: Slot(f"{HOST}.asked", begins[u] + lo, begins[u] + hi) for u, (lo, hi) in inside.items()}
 
     def _place_norm_copies(self) -> dict[tuple[Executor, int], Slot]:
         """(executor, layer) → slot of a copy of its norms, which are at home with the activations. An executor of
@@ -235,7 +245,8 @@ class Layout:
             buffers["values"] = 4 * plan.batch_seqs * granules * GRANULE_ROWS
         if plan.predictors:
             predicted = rows if plan.sparsity == "predict" else plan.batch_seqs
-            buffers["active"] = predicted * max(active_columns(neurons_of(layer)) for layer in spec.layers)
+            nbytes = predicted * max(active_columns(neurons_of(layer)) for layer in spec.layers)
+            buffers |= {self.active_name(turn): nbytes for turn in range(self._turns)}
         answers = {"logits": 4 * plan.logits_rows * spec.vocab, "best": 8 * plan.logits_rows}
         ends = {"tokens": 4 * rows, "rows": 4 * rows * spec.d_embed}
         needed: dict[Executor, dict[str, int]] = {executor: dict(buffers) for executor in self.executors}

@@ -8,6 +8,9 @@ computes the layer's other units. A hole between two runs is read through if tha
 read (`Plan.hole_bytes`). A unit may have slots for records that were asked for often (`Unit.recent_slots`). A record
 that has a slot is not read. After the read, one call brings the records from their slots to their places, and copies
 records that were read into slots (`recent`). Passes that do not ask stream such a unit whole.
+
+Predictors that hear the layer before theirs (`Predictor.ahead`) are asked as soon as that layer's FFN has its input. So
+a disk has the next layer's reads before it is done with this layer's, and need not wait for attention.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from penstock.graph.calls import Calls
 from penstock.graph.recent import PAIR_BYTES, RecentRecords
 from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
-from penstock.spec.places import HOST, kernels_of, lane_between
+from penstock.spec.places import HOST, Executor, kernels_of, lane_between
 
 # Of a batch: kernels for few rows alone take activations that are there, and records apart from their biases
 # (csrc/simd_*.h, kFewRows).
@@ -31,31 +34,34 @@ Ask = Callable[[Call], Sequence[Sequence[int]]]
 
 
 class AskedUnits:
-    """The calls of a layer's units that are asked for. `predicted`: by the batch's id, the latest call that said which
-    neurons are active."""
+    """The calls of a layer's units that are asked for. `predicted`: by the layer and the batch's id, the latest call
+    that said which neurons are active."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._plan, self._layout = calls, calls.plan, calls.layout
         self._records: dict[str, Records] = {}
-        self.predicted: dict[int, Call] = {}
+        self.predicted: dict[tuple[int, int], Call] = {}
         units = self._plan.units
         self._recent = {
             u: RecentRecords(units[u].recent_slots, *self._plan.unit_rows(units[u])) for u in self._layout.recent
         }
-        self._recalls: dict[int, ops.Recall] = {}  # by the unit's number, of the layer at hand
+        self._recalls: dict[int, ops.Recall] = {}  # by the unit's number, of layers at hand
 
     def among(self, p: Pass, units: Sequence[int]) -> list[int]:
         """Those of some units that this pass asks for."""
         return [u for u in units if self._plan.units[u].asked] if p.stream.asks else []
 
-    def ask(self, p: Pass, layer: int, units: Sequence[int], answer: Ask) -> Iterator[Task]:
-        """Emits the reads of the records that a pass asks for: of neurons that fire, which calls of this layer compute
-        first, or of neurons that a predictor has called active."""
+    def ask(self, p: Pass, layer: int, executor: Executor, answer: Ask) -> Iterator[Task]:
+        """Emits the reads of the records that a pass asks for of a layer's units: of neurons that fire, which calls of
+        this layer compute first, or of neurons that a predictor has called active."""
+        units = self.among(p, self._calls.shares(layer, "ffn", p.purpose).get(executor, ()))
+        if not units:
+            return
         emit, foretold = self._calls.emit, self._plan.sparsity == "predict"
         fires = {} if foretold else {u: [self._fire(layer, u, batch) for batch in p.batches] for u in units}
         emit.close(kernels_of(HOST))
         yield from emit.closed()
-        active = _rising(map(answer, (self.predicted[batch.id] for batch in p.batches))) if foretold else []
+        active = _rising(map(answer, (self.predicted[layer, batch.id] for batch in p.batches))) if foretold else []
         asks = tuple(self._calls.active(layer, HOST, batch) for batch in p.batches) if foretold else ()
         for u in units:
             unit = self._plan.units[u]

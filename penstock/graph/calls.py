@@ -126,7 +126,7 @@ class Calls:
         """The slot of a batch's `active`, uint8 [T, N]: which neurons of the layer's FFN each row needs. N is in whole
         granules."""
         nbytes = batch.total_rows * active_columns(neurons_of(self.plan.target.spec.layers[layer]))
-        return self.layout.act(executor, batch.id, "active", nbytes)
+        return self.layout.act(executor, batch.id, self.layout.active_name(layer), nbytes)
 
     def scratch(self, executor: Executor) -> Slot:
         return self.layout.scratch[executor]

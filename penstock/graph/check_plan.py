@@ -23,7 +23,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
-from penstock.spec.predictors import FORMAT, MOST_RANK, RANK_STEP, part_of, predicted_layers
+from penstock.spec.predictors import FORMAT, MOST_AHEAD, MOST_RANK, RANK_STEP, part_of, predicted_layers
 from penstock.spec.profile import MOST_LEVEL
 from penstock.units import GIB
 
@@ -128,6 +128,11 @@ def _check_predictors(plan: Plan, spec: ModelSpec) -> None:
         return
     if [each.layer for each in plan.predictors] != predicted_layers(spec):
         raise _wrong("it leaves out what predictors say, and not every layer has a predictor")
+    ahead = {each.ahead for each in plan.predictors}
+    if len(ahead) > 1 or not ahead <= set(range(MOST_AHEAD + 1)):
+        raise _wrong(f"its predictors should all hear their own layer, or all the one before: ahead 0 or {MOST_AHEAD}")
+    if any(ahead) and len(plan.predictors) < len(spec.layers):
+        raise _wrong("its predictors hear the layer before theirs, and some layer has none")
     for each in plan.predictors:
         known = each.weights == FORMAT and each.rank % RANK_STEP == 0 and 1 <= each.rank <= MOST_RANK
         if each.home not in (HOST, plan.main) or not known:

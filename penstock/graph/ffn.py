@@ -21,31 +21,41 @@ class FfnCalls:
     def __init__(self, calls: Calls, asked: AskedUnits) -> None:
         self._calls, self._plan, self._layout, self._asked = calls, calls.plan, calls.layout, asked
         self._predictors = {predictor.layer: predictor for predictor in self._plan.predictors}
+        self._heard: dict[int, list[int]] = {}  # layer → layers whose predictors hear it, in rising order
+        for predictor in self._plan.predictors:
+            self._heard.setdefault(predictor.hears, []).append(predictor.layer)
 
     def predicts(self, purpose: str) -> bool:
         """Whether the rows of a pass have their neurons predicted. Where predictors run, all rows have, so that a row's
         result does not depend on the pass that it comes in. The plans of `solve/powerinfer` read prompts densely."""
         return self._plan.sparsity == "predict" or purpose == "decode"
 
-    def predict(self, layer: int, batch: Batch, executors: list[Executor]) -> None:
+    def foretold(self, layer: int) -> list[int]:
+        """The layers whose predictors hear the input of this layer's FFN: this one, the next one, both, or none."""
+        return self._heard.get(layer, [])
+
+    def known(self, layer: int) -> list[int]:
+        """The layers of which this layer's input tells which neurons count: by predictors, or by its activations."""
+        return self.foretold(layer) if self._plan.sparsity == "predict" else [layer]
+
+    def predict(self, layer: int, batch: Batch, hearing: list[Executor], executors: list[Executor]) -> None:
         """Predicts which neurons of the layer's FFN the batch needs (PowerInfer §4.2), and copies the answer to every
-        executor that computes some of them."""
+        executor that computes some of them. `hearing`: the executors that have what the predictor hears, beside the
+        main one."""
         calls = self._calls
-        predictor = self._predictors.get(layer)
-        if predictor is None:
-            return
+        predictor = self._predictors[layer]
         home, layout = predictor.home, self._layout
-        if home not in (self._plan.main, *executors):
+        if home not in (self._plan.main, *hearing):
             calls.copy(batch, "h", calls.rows(home, batch, "h").nbytes, self._plan.main, home)
         part = predictor.part(self._plan.target.spec)
         active = calls.active(layer, home, batch)
         h, scratch = calls.rows(home, batch, "h"), calls.scratch(home)
         cost = ops.matrix_cost(part, 0, 1, ops.PREDICTOR_BLOCKS, batch.total_rows)
         predict = ops.Predict(layout.predictors[layer], h, active, scratch, layer=layer)
-        self._asked.predicted[batch.id] = calls.add(home, predict, -1, batch, part.kinds(), cost)
+        self._asked.predicted[layer, batch.id] = calls.add(home, predict, -1, batch, part.kinds(), cost)
         for executor in executors:
             if executor != home:
-                calls.copy(batch, "active", active.nbytes, home, executor)
+                calls.copy(batch, layout.active_name(layer), active.nbytes, home, executor)
 
     def unit(
         self, layer: int, u: int, executor: Executor, weights: Slot, piece: Piece, first: bool

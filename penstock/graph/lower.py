@@ -256,7 +256,8 @@ class Lowering:
             if kind == "ffn" and self.plan.target.spec.layers[layer].routed is not None:
                 self._experts.route(layer, batch, executors)
             elif kind == "ffn" and self._ffns.predicts(p.purpose):
-                self._ffns.predict(layer, batch, executors)
+                for foretold in self._ffns.foretold(layer):
+                    self._ffns.predict(foretold, batch, executors, self._executors(p, foretold, kind))
         if len(executors) > 1:  # so that other executors wait for the norm alone, not for the main one's units too
             self._emit.close(kernels_of(main))
 
@@ -273,8 +274,9 @@ class Lowering:
             units = self._calls.shares(layer, kind, "mixed", asking)[executor]
         kinds = [self.parts[self.plan.units[u].part].kind for u in units]
         asked = self._asked.among(p, units) if kind == "ffn" else []
-        if asked:  # the disk reads records while the CPU computes the layer's other units
-            yield from self._asked.ask(p, layer, asked, answer)
+        if kind == "ffn":  # the disk reads records while the CPU computes the layer's other units
+            for known in self._ffns.known(layer) if p.stream.asks else ():
+                yield from self._asked.ask(p, known, executor, answer)
         started: set[int] = set()  # ids of batches whose sums are begun
         begun: set[tuple[int, int]] = set()  # the same of pieces of batches
         for i, u in enumerate(units):

@@ -73,7 +73,7 @@ def leveled(profile: Profile | None, spec: ModelSpec) -> Firing | None:
 def foretold(found: Predictors, spec: ModelSpec) -> Foretold:
     """What a packed model's predictors are known to do."""
     mean = found.mean(spec)
-    predictors = tuple(Predictor(each.layer, each.rank, HOST, FORMAT) for each in found.layers)
+    predictors = tuple(Predictor(each.layer, each.rank, HOST, FORMAT, found.ahead) for each in found.layers)
     return Foretold(predictors, mean.active, mean.recall, found.source)
 
 

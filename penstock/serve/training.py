@@ -5,6 +5,9 @@ Tokens are taken in runs of RUN_TOKENS. Of each eight runs six are trained on, o
 what is told of the predictor. A layer's rank begins where PowerInfer publishes it for such activity. It grows or
 shrinks while that lowers the bytes that a token reads in all: those of the neurons that are called active, at the
 recall that was asked for, and the predictor's own.
+
+Predictors one layer ahead learn from the FFN's input of the layer before theirs, which is much like their own: the
+residual stream changes little from layer to layer. The first layer's learns from its own.
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from penstock.serve.profiling import Fired, read
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.part_keys import parts_by_key
-from penstock.spec.predictors import MOST_RANK, RANK_STEP, LayerPredictor, Predictors, part_of, predicted_layers
+from penstock.spec.predictors import (
+    MOST_AHEAD,
+    MOST_RANK,
+    RANK_STEP,
+    LayerPredictor,
+    Predictors,
+    part_of,
+    predicted_layers,
+)
 from penstock.store.packed import Packed
 from penstock.store.predictors import model_sha256
 from penstock.units import MIB, round_up
@@ -54,9 +65,10 @@ class Trained:
 
 def train(
     engine: Engine, text: str, name: str, *, recall: float, seed: int = 0, most_tokens: int | None = None,
-    on_progress: Progress | None = None,
+    ahead: int = 0, on_progress: Progress | None = None,
 ) -> Trained:  # fmt: skip
     """Reads at most `most_tokens` of the text, None: as many as are heard, and trains a predictor for each dense layer.
+    `ahead`: how many layers before its own a predictor hears, 0 or 1.
 
     Raises BadRequest for a model without ReLU, and for a text of fewer than LEAST_TOKENS tokens, or more than
     `most_tokens_of` the model."""
@@ -64,15 +76,18 @@ def train(
     if most_tokens is None:
         most_tokens = min(USUAL_TOKENS, most_tokens_of(engine.packed.spec))
     ids = engine.tokenizer.encode(text)[:most_tokens]
-    return train_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), recall, seed, on_progress)
+    return train_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), recall, seed, ahead, on_progress)
 
 
 def train_ids(
     engine: Engine, ids: Sequence[int], name: str, text_sha256: str, recall: float, seed: int = 0,
-    on_progress: Progress | None = None,
+    ahead: int = 0, on_progress: Progress | None = None,
 ) -> Trained:  # fmt: skip
-    """As `train`, of tokens. Raises BadRequest for a recall, or a number of tokens, that training cannot take."""
+    """As `train`, of tokens. Raises BadRequest for a recall, a number of tokens, or an `ahead`, that training cannot
+    take."""
     packed = engine.packed
+    if ahead not in range(MOST_AHEAD + 1):
+        raise BadRequest(f"predictors hear at most {MOST_AHEAD} layer before their own, not {ahead}")
     require_relu(packed.spec, str(packed.folder))
     if not 0.5 <= recall < 1:
         raise BadRequest(f"a recall of {recall:g} should be from 0.5 to less than 1")
@@ -83,7 +98,7 @@ def train_ids(
     layers = predicted_layers(packed.spec)
     trained: list[tuple[LayerPredictor, Uint8]] = []
     for group in _groups(packed.spec, layers, len(ids)):
-        heard = _hear(engine, group, ids, on_progress)
+        heard = _hear(engine, group, ids, ahead, on_progress)
         jobs = [partial(_layer, packed, layer, heard[layer], recall, seed) for layer in group]
         for done in _in_threads(jobs):
             trained.append(done)
@@ -91,7 +106,7 @@ def train_ids(
                 on_progress("training predictors of layers", len(trained), len(layers))
     told = Predictors(
         model_sha256(packed.folder), name, text_sha256, len(ids), seed, recall, tuple(each for each, _ in trained),
-        ("0" * 16,) * len(trained),
+        ("0" * 16,) * len(trained), ahead,
     )  # fmt: skip
     return Trained(told, tuple(granule for _, granule in trained))
 
@@ -129,23 +144,26 @@ def _groups(spec: ModelSpec, layers: Sequence[int], tokens: int) -> Iterator[lis
         yield list(layers[lo : lo + together])
 
 
-def _hear(engine: Engine, layers: Sequence[int], ids: Sequence[int], on_progress: Progress | None) -> dict[int, Heard]:
-    """Reads the tokens, and keeps what is heard of these layers."""
+def _hear(
+    engine: Engine, layers: Sequence[int], ids: Sequence[int], ahead: int, on_progress: Progress | None
+) -> dict[int, Heard]:
+    """Reads the tokens, and keeps what is heard of these layers: who fires, and the input `ahead` layers before."""
     spec, n = engine.packed.spec, len(ids)
     kept = {
         layer: Heard(np.empty((n, spec.d_model), np.float16), np.empty((n, -(-neurons // 8)), np.uint8), neurons)
         for layer in layers
         for neurons in (spec.layers[layer].ffns[0].neurons,)
     }
-    written = dict.fromkeys(layers, 0)
+    hearing = {layer: [each for each in layers if max(0, each - ahead) == layer] for layer in range(len(spec.layers))}
+    written = dict.fromkeys(hearing, 0)
 
     def heard(layer: int, h: NDArray[np.float32], fired: Uint8) -> None:
-        if layer not in kept:
-            return
         rows = slice(written[layer], written[layer] + len(h))
-        with np.errstate(over="ignore"):
-            kept[layer].h[rows] = h
-        kept[layer].fired[rows] = np.packbits(fired, axis=1)
+        for each in hearing[layer]:
+            with np.errstate(over="ignore"):
+                kept[each].h[rows] = h
+        if layer in kept:
+            kept[layer].fired[rows] = np.packbits(fired, axis=1)
         written[layer] = rows.stop
 
     with engine.session.hearing.neurons(heard, by_place=True):
@@ -153,7 +171,8 @@ def _hear(engine: Engine, layers: Sequence[int], ids: Sequence[int], on_progress
             pass
     for layer in layers:
         if not np.isfinite(kept[layer].h).all():
-            raise BadRequest(f"the input of layer {layer}'s FFN leaves the range of float16: it cannot be learnt from")
+            of = max(0, layer - ahead)
+            raise BadRequest(f"the input of layer {of}'s FFN leaves the range of float16: it cannot be learnt from")
     return kept
 
 

@@ -88,12 +88,19 @@ class ActHome:
 class Predictor:
     """Predicts before a layer's FFN which of its neurons a token needs (PowerInfer §5.1). It is two matrices, from
     d_model to `rank` and from there to the neurons, in the format `weights`. `home`: the tier that holds it, which is
-    also its executor."""
+    also its executor. `ahead`: 0, or 1: it hears the FFN's input one layer before its own, so that reads begin a layer
+    earlier. The first layer's predictor hears its own layer either way."""
 
     layer: int
     rank: int
     home: Executor
     weights: Format
+    ahead: int = 0
+
+    @property
+    def hears(self) -> int:
+        """The layer whose FFN's input it is given."""
+        return max(0, self.layer - self.ahead)
 
     def part(self, spec: ModelSpec) -> Part:
         """The predictor as a part of the plan, for this model."""

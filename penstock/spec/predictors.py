@@ -5,6 +5,7 @@ They are trained for one packed model, and kept beside it (`store.predictors`).
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from penstock.spec.profile import FIRED_TOGETHER, check_name
 SCHEMA, VERSION = "penstock.predictors", 1
 FORMAT = Format("int8", 32)  # of their matrices
 MOST_RANK = 1 << 14
+MOST_AHEAD = 1  # layers
 RANK_STEP = 32  # hidden neurons come in whole groups of FORMAT
 
 
@@ -40,7 +42,8 @@ class LayerPredictor:
 class Predictors:
     """`model_sha256`: of the penstock.json of the packed model that they are for. `name`, `text_sha256`: of the text's
     file, and of the text. `tokens`: that they were trained on. `seed`, `recall`: as asked for. `sums`: of each layer's
-    granule the XXH3 checksum, in hexadecimal."""
+    granule the XXH3 checksum, in hexadecimal. `ahead`: 0, or 1 if they hear the FFN's input of the layer before their
+    own (`plan.Predictor`)."""
 
     model_sha256: str
     name: str
@@ -50,10 +53,12 @@ class Predictors:
     recall: float
     layers: tuple[LayerPredictor, ...]
     sums: tuple[str, ...]
+    ahead: int = 0
 
     @property
     def source(self) -> str:
-        return f"by predictors trained on {self.tokens} tokens of {self.name}"
+        before = ", one layer ahead" if self.ahead else ""
+        return f"by predictors trained on {self.tokens} tokens of {self.name}{before}"
 
     def mean(self, spec: ModelSpec) -> LayerPredictor:
         """All layers together, by how many neurons they have, or how many fire. Its rank is the mean, rounded."""
@@ -76,6 +81,8 @@ class Predictors:
         check_name(self.name, where)
         if [each.layer for each in self.layers] != predicted_layers(spec) or len(self.sums) != len(self.layers):
             raise BadRequest(f"{where} has the predictors of another model: its layers differ")
+        if self.ahead not in range(MOST_AHEAD + 1):
+            raise BadRequest(f"{where} is damaged: its predictors hear a layer {self.ahead} before their own")
         for each in self.layers:
             shares = (each.recall, each.false_alarms, each.fires, *each.active)
             fits = 1 <= each.rank <= MOST_RANK and each.rank % RANK_STEP == 0 and all(0 <= x <= 1 for x in shares)
@@ -100,7 +107,11 @@ def part_of(spec: ModelSpec, layer: int, rank: int) -> Part:
 
 
 def dumps(predictors: Predictors) -> str:
-    return codec.dumps(predictors, SCHEMA, VERSION)
+    text = codec.dumps(predictors, SCHEMA, VERSION)
+    if predictors.ahead:
+        return text
+    # A file is compared with what is written of it, and files from before this field have none.
+    return json.dumps({key: value for key, value in json.loads(text).items() if key != "ahead"}, indent=1)
 
 
 def loads(text: str, where: str) -> Predictors:

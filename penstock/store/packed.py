@@ -49,7 +49,8 @@ class Location(NamedTuple):
 class Packed:
     """A packed model that passed the checks of `open_packed`. `parts`: by key, in the order in which a pass reads them.
     `sums`: the checksums of all granules, part after part, 8 bytes each; None where granules are not to be compared.
-    `orders`: layer → the order of its neurons (`spec.order`); empty where that is the checkpoint's."""
+    `orders`: layer → the order of its neurons (`spec.order`); empty where that is the checkpoint's. `ahead`: how many
+    layers before its own a predictor hears, where there are predictors among the parts."""
 
     folder: Path
     spec: ModelSpec
@@ -61,6 +62,7 @@ class Packed:
     disks: dict[Path, Tier]  # of each file
     sums: bytes | None = None
     orders: Mapping[int, array[int]] = field(default_factory=dict)
+    ahead: int = 0
 
     @property
     def part_disks(self) -> dict[str, Tier]:

@@ -77,7 +77,8 @@ def with_predictors(packed: Packed) -> Packed:
     files = (*packed.files, file)
     sums = None if packed.sums is None else packed.sums + b"".join(map(bytes.fromhex, predictors.sums))
     every = packed.parts | parts
-    return replace(packed, files=files, locations=locations, parts=every, sums=sums, disks=find_disks(files))
+    disks, ahead = find_disks(files), predictors.ahead
+    return replace(packed, files=files, locations=locations, parts=every, sums=sums, disks=disks, ahead=ahead)
 
 
 def _header(predictors: Predictors, parts: tuple[Part, ...]) -> bytes:

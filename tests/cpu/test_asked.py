@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, InternalError
 from penstock.graph import ops, passes
 from penstock.graph.arenas import with_arenas
 from penstock.graph.asked import MOST_ROWS
@@ -288,8 +288,8 @@ def test_what_is_foretold_is_read_and_no_bit_differs(
     folder = relu_model(tmp_path, name, weights)
     packed = open_packed(folder)
     prompts = [[3, 1, 4, 1, 5] * 6, [9, 2]]
-    for shift in (-0.3, -1e6, 1e6):  # some, none, all of the neurons
-        give_predictors(folder, shift)
+    for shift, ahead in ((-0.3, 0), (-0.3, 1), (-1e6, 1), (1e6, 0), (1e6, 1)):  # some, none, all of the neurons
+        give_predictors(folder, shift, ahead=ahead)
         for kernels in (None, "reference"):
             ask = Ask(context=64, batch=2, kv="float32", sparsity="predict")
             with closing(Engine.load(folder, ask, Loading(machine=MACHINE, kernels=kernels))) as engine:
@@ -316,7 +316,7 @@ def test_slots_for_records_change_no_bit_and_save_reads(
         folder = relu_model(tmp_path / layout, "opt", f"{weights}-{layout}")
         packed, predictors = open_packed(folder), tuple[Predictor, ...]()
         if layout == "records":
-            give_predictors(folder, -0.3)
+            give_predictors(folder, -0.3, ahead=slots % 2)
             ask = Ask(context=64, batch=2, kv="float32", sparsity="predict")
             with closing(Engine.load(folder, ask, Loading(machine=MACHINE))) as engine:
                 predictors = engine.plan.predictors
@@ -366,7 +366,8 @@ def test_bytes_are_those_of_who_fires_and_of_holes(tmp_path: Path, hole_bytes: i
 
 @given(st.data())
 def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
-    """Any live sets: all edges are there, and the same answers give the same tasks again."""
+    """Any live sets: all edges are there, and the same answers give the same tasks again. A read that does not wait for
+    who asks for it is found out."""
     sparsity = data.draw(st.sampled_from(["exact", "predict"]))
     weights = parse_format("int4-records" if sparsity == "predict" else "int4-neurons")
     spec = spec_from_config(json.loads(TINY_CONFIGS["opt"]), "here")
@@ -388,7 +389,8 @@ def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
     plan = make_plan(
         spec, weights, units, ring_bytes={"host": 2 * largest}, batch_seqs=seqs, batches_per_pass=2, context=64
     )
-    predictors = tuple(Predictor(i, 32, "host", FORMAT) for i in range(len(spec.layers)))
+    ahead = data.draw(st.sampled_from([0, 1]))
+    predictors = tuple(Predictor(i, 32, "host", FORMAT, ahead) for i in range(len(spec.layers)))
     plan = replace(plan, sparsity=sparsity, predictors=predictors if sparsity == "predict" else ())
     plan = with_arenas(replace(plan, hole_bytes=data.draw(st.sampled_from([0, 4096]))))
     check_plan(plan, spec, weights)
@@ -419,6 +421,15 @@ def test_tasks_follow_answers_in_order(data: st.DataObject) -> None:
     tasks = lowered()
     verify(tasks, plan.arenas, plan.units)
     assert tasks == lowered()
+    picks = [i for i, task in enumerate(tasks) if isinstance(task.calls[0].operands, ops.Pick) and task.after]
+    if picks:
+        early = data.draw(st.sampled_from(picks))
+        with pytest.raises(InternalError):
+            verify([replace_after(task) if i == early else task for i, task in enumerate(tasks)], plan.arenas)
+
+
+def replace_after(task: Task) -> Task:
+    return task._replace(after=())
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:

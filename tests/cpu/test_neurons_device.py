@@ -110,7 +110,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, 
 def with_homes(plan: Plan, packed: Packed, homes: list[str]) -> Plan:
     """The plan with the model's predictors at these homes."""
     spec = packed.spec
-    known = tuple(Predictor(i, 32, home, FORMAT) for i, home in enumerate(homes))
+    known = tuple(Predictor(i, 32, home, FORMAT, packed.ahead) for i, home in enumerate(homes))
     stage = max(predictor_part(i, spec.d_model, 32, neurons_of(x), FORMAT).nbytes for i, x in enumerate(spec.layers))
     if "gpu0" in homes:
         plan = replace(plan, stage_bytes=max(plan.stage_bytes, stage))
@@ -123,7 +123,7 @@ def test_any_placement_with_predictors(predicted: dict[tuple[str, str, float], P
     """On an emulated device, predictors in either memory: whatever ran first, the bits of one task after the other.
     Predictors that call all neurons active change no bit of what is computed without."""
     key = data.draw(st.sampled_from(sorted(predicted)))
-    packed = predicted[key]
+    packed = replace(predicted[key], ahead=data.draw(st.sampled_from([0, 1])))
     plan = data.draw(device_plans(packed.spec, packed.weights, shares=False, batch_seqs=2, kv="float32"))
     homes = [data.draw(st.sampled_from(["host", plan.main])) for _ in packed.spec.layers]
     predicts = with_homes(plan, packed, homes)
@@ -139,7 +139,7 @@ def test_any_placement_with_predictors(predicted: dict[tuple[str, str, float], P
 def test_any_placement_with_predictors_by_torch(
     predicted: dict[tuple[str, str, float], Packed], data: st.DataObject
 ) -> None:
-    packed = predicted[(*data.draw(st.sampled_from(PREDICTED)), 1e6)]
+    packed = replace(predicted[(*data.draw(st.sampled_from(PREDICTED)), 1e6)], ahead=data.draw(st.sampled_from([0, 1])))
     plan = data.draw(device_plans(packed.spec, packed.weights, shares=False, batch_seqs=2, kv="float32"))
     plan = with_homes(plan, packed, [plan.main] * len(packed.spec.layers))
     found = run(packed, plan, device=TorchDevice(torch.device("cpu"), ROOMY, 0), exact=True, poisoned=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, PenstockError
+from penstock.graph import passes
 from penstock.graph.scratch import _predict_bytes
 from penstock.graph.scratch_native import predict_bytes
 from penstock.kernels import cpu
@@ -95,7 +97,7 @@ def test_predict(isa: str, d: int, rank: int, neurons: int, t: int, seed: int) -
 # -- whole models -------------------------------------------------------------------------------------
 
 
-def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5) -> Predictors:
+def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5, ahead: int = 0) -> Predictors:
     """Random predictors for a packed model. A large `shift` makes all neurons active, a negative one none."""
     spec, rng = open_packed(folder).spec, np.random.default_rng(seed)
     layers, granules = [], []
@@ -105,7 +107,7 @@ def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5) -
         granules.append(granule_of(random_predictor(part, layer.ffn.neurons, rng, shift), part))
         layers.append(LayerPredictor(i, rank, 0.9, 0.5, 0.1, tuple([0.2] * len(FIRED_TOGETHER))))
     found = Predictors(
-        model_sha256(folder), "a text", "0" * 64, 4096, seed, 0.9, tuple(layers), ("0" * 16,) * len(layers)
+        model_sha256(folder), "a text", "0" * 64, 4096, seed, 0.9, tuple(layers), ("0" * 16,) * len(layers), ahead
     )
     keep(found, granules, folder, spec)
     return found
@@ -113,10 +115,11 @@ def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5) -
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
 @pytest.mark.parametrize("weights", LAYOUTS)
-def test_a_predictor_of_ones_changes_no_bit(tmp_path: Path, name: str, weights: str) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_predictor_of_ones_changes_no_bit(tmp_path: Path, name: str, weights: str, ahead: int) -> None:
     """Tokens and logits, of prompts and of single tokens, in memory and streamed, of two sequences."""
     folder = relu_model(tmp_path, name, weights)
-    give_predictors(folder, 1e6)
+    give_predictors(folder, 1e6, ahead=ahead)
     prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
     for sparsity in ("off", "predict"):
         with load(folder, batch=2, context=64, kv="float32", sparsity=sparsity) as engine:
@@ -144,11 +147,38 @@ def replace_levels(plan: Any, like: Any) -> Any:
     return replace(plan, sparsity=like.sparsity, levels=like.levels)
 
 
-@pytest.mark.parametrize("weights", ["float32", "float32-records", "int4-neurons"])
-def test_a_row_has_a_mask_of_its_own(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", ["opt", "falcon"])
+def test_a_predictor_hears_its_layer_or_the_one_before(tmp_path: Path, name: str, ahead: int) -> None:
+    """Who fires is among those whom numpy's predictor calls active by the input of the layer that it hears, and who
+    would fire and is not among them does not. The first layer's hears its own."""
+    folder = relu_model(tmp_path, name, "float32-records")
+    give_predictors(folder, -0.3, ahead=ahead)
+    ask, how = Ask(context=64, prompt_tokens=40, kv="float32", sparsity="predict"), Loading(machine=MACHINE, exact=True)
+    with closing(Engine.load(folder, ask, how)) as engine:
+        spec, session = engine.packed.spec, engine.session
+        assert [each.hears for each in engine.plan.predictors] == [max(0, i - ahead) for i in range(len(spec.layers))]
+        heard: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        with session.hearing.neurons(lambda layer, h, fired: heard.update({layer: (h.copy(), fired.copy())})):
+            for p in passes.prefill(engine.plan, 0, 40, None):
+                session.step(p, [np.arange(40, dtype=np.int32)])
+    rng = np.random.default_rng(5)
+    assert len(spec.layers) > 1
+    for i in range(len(spec.layers)):
+        part, neurons = part_of(spec, i, 32), spec.layers[i].ffns[0].neurons
+        predictor = rounded(random_predictor(part, neurons, rng, -0.3), part)
+        scores, fired = predictor.scores(heard[max(0, i - ahead)][0]), heard[i][1].astype(bool)
+        sure = np.abs(scores) > 1e-3 * np.abs(scores).max()
+        assert fired.any() and not fired[sure & (scores < 0)].any()
+        other = predictor.scores(heard[max(0, i - 1 + ahead)][0])  # of the layer that it does not hear
+        assert i == 0 or fired[other < 0].any()
+
+
+@pytest.mark.parametrize(("weights", "ahead"), [("float32", 0), ("float32-records", 1), ("int4-neurons", 0)])
+def test_a_row_has_a_mask_of_its_own(tmp_path: Path, weights: str, ahead: int) -> None:
     """Answers beside another sequence, and read in pieces, are those alone; numpy says the same of all logits."""
     folder = relu_model(tmp_path, "opt", weights)
-    give_predictors(folder, -0.3)
+    give_predictors(folder, -0.3, ahead=ahead)
     prompts = [[3, 1, 4, 1, 5] * 6, [9, 2, 6]]
     with load(folder, batch=2, context=64, kv="float32", sparsity="predict") as engine:
         together = [a.token_ids for a in engine.generate(prompts, GREEDY)]
@@ -185,6 +215,17 @@ def test_who_has_no_predictors_is_told_how(tmp_path: Path, call: Call) -> None:
     give_predictors(folder, 0.0, rank=64)
     with pytest.raises(BadRequest, match="other predictors"):
         load(folder, plan)
+    give_predictors(folder, 0.0, ahead=1)
+    with pytest.raises(BadRequest, match="other predictors"):
+        load(folder, plan)
+    with load(folder, context=64, sparsity="predict") as engine:
+        assert all(each.ahead == 1 for each in engine.plan.predictors)
+        assert any("one layer ahead" in reason for reason in engine.solved.reasons)
+        later = engine.plan
+    for bad, says in (((0, 1), "or all the one before"), ((2, 2), "or all the one before")):
+        known = tuple(replace(p, ahead=n) for p, n in zip(later.predictors, bad, strict=True))
+        with pytest.raises(BadRequest, match=says):
+            load(folder, replace(later, predictors=known))
     with pytest.raises(BadRequest, match="not every layer"):
         load(folder, replace(plan, predictors=plan.predictors[1:]))
     with pytest.raises(BadRequest, match="should be a multiple of 32"):
@@ -201,6 +242,16 @@ def test_predictors_are_kept_and_damage_is_seen(tmp_path: Path) -> None:
     told = give_predictors(folder, 0.0)
     found = kept(folder, spec)
     assert found is not None and replace(found, sums=told.sums) == told
+    assert b"ahead" not in (folder / FILE).read_bytes()[:4096]  # as files from before there was such a field
+    for ahead in (1, 2):
+        told = give_predictors(folder, 0.0, ahead=ahead)
+        if ahead > 1:
+            with pytest.raises(BadRequest, match="hear a layer 2 before"):
+                kept(folder, spec)
+        else:
+            found = kept(folder, spec)
+            assert found is not None and replace(found, sums=told.sums) == told
+    give_predictors(folder, 0.0)
     packed = with_predictors(open_packed(folder))
     assert packed.parts["0.predictor"] == part_of(spec, 0, 32)
     whole = (folder / FILE).read_bytes()
@@ -343,6 +394,26 @@ def test_training_is_the_same_each_time_and_runs(tmp_path: Path) -> None:
         training.train_ids(engine, many, "text", "0" * 64, 0.95)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_predictors_learn_from_the_layer_that_they_will_hear(tmp_path: Path, ahead: int) -> None:
+    """What each layer's predictor is fitted to: who fires in its layer, and the input of the layer that `ahead` says.
+    All layers at once or one at a time, which hears the text once for each."""
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    ids = [int(i) for i in np.random.default_rng(1).integers(0, 90, training.LEAST_TOKENS)]
+    with load(folder, context=64, prompt_tokens=64) as engine:
+        layers = range(len(engine.packed.spec.layers))
+        own = training._hear(engine, layers, ids, 0, None)
+        found = training._hear(engine, layers, ids, ahead, None)
+        alone = [training._hear(engine, [layer], ids, ahead, None)[layer] for layer in layers]
+        for layer in layers:
+            for each in (found[layer], alone[layer]):
+                np.testing.assert_array_equal(each.h, own[max(0, layer - ahead)].h)
+                np.testing.assert_array_equal(each.fired, own[layer].fired)
+        assert not np.array_equal(own[0].h, own[1].h)
+        with pytest.raises(BadRequest, match="at most 1 layer before"):
+            training.train_ids(engine, ids, "text", "0" * 64, 0.95, ahead=2)
+
+
 def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a text of some words. " * 200)
@@ -352,7 +423,11 @@ def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call
     refused(call("train-predictors", folder, "--text", text, "--sparsity", "exact"), "settled")
     refused(call("train-predictors", folder, "--text", text, "--recall", "1"), "recall of 1")
     refused(call("profile", folder, text, "--sparsity", "predict"), "--sparsity predict leaves some out")
+    report = call("train-predictors", folder, "--text", text, "--ahead", "--json").report
+    found = kept(folder, open_packed(folder).spec)
+    assert report["ahead"] == 1 and found is not None and found.ahead == 1
     report = call("train-predictors", folder, "--text", text, "--json").report
+    assert report["ahead"] == 0
     assert report["file"] == str(folder / FILE) and 0 < report["recall"] <= 1 and len(report["layers"]) >= 1
     planned = call("plan", folder, "--context", "64", "--sparsity", "predict").report
     assert planned["plan"]["sparsity"] == "predict" and planned["plan"]["predictors"]

@@ -22,6 +22,7 @@ from penstock.models import spec_from_config
 from penstock.spec.format import Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import ORDERS, Arena, Cache, DeviceRows, Plan, Predictor, Unit
+from penstock.spec.predictors import FORMAT
 from tests.plans import device_plans, make_plan, random_plans, resident_plan
 from tests.pure.machine import model
 from tests.pure.real_models import TINY
@@ -247,6 +248,34 @@ def test_golden_neurons(predicts: str) -> None:
     cold = next(call for task in tasks for call in task.calls if call.op == "ffn" and call.unit == 5)
     assert cold.bytes * 4 == 2 * sum(block.nbytes for block in by_key["0.ffn"].blocks)
     check_golden(f"neurons_{predicts}", dump(tasks, plan))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_golden_asked(ahead: int) -> None:
+    """Records of the neurons that predictors call active are read from a disk. Predictors that hear the layer before
+    theirs have the next layer's reads begin before this layer's are computed on."""
+    spec, weights = (
+        model(layers=3, d=64, heads=2, kv_heads=2, neurons=192, vocab=128),
+        Format("int4", 64, neurons=True, records=True),
+    )
+    by_key = {p.key: p for p in parts(spec, weights)}
+    units = [stay(key, by_key) for key in by_key if not key.endswith("ffn")]
+    units += [Unit(f"{i}.ffn", 0, 1, "host", "host", "host") for i in range(3)]
+    units += [Unit(f"{i}.ffn", 1, 3, "disk0", "host", "host", asked=True) for i in range(3)]
+    units.sort(key=lambda unit: list(by_key).index(unit.part))
+    plan = make_plan(spec, weights, units, ring_bytes={"host": by_key["0.ffn"].nbytes})
+    known = tuple(Predictor(i, 32, "host", FORMAT, ahead) for i in range(3))
+    plan = replace(plan, sparsity="predict", predictors=known)
+    plan = replace(plan, arenas=Layout(plan).arenas())
+    lowering, asked = Lowering(plan), list[int]()
+    tasks = []
+    for position in (3, 4):
+        for task in lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), lambda _: [[1, 70, 191]]):
+            tasks.append(task)
+            asked += [call.unit for call in task.calls if call.op == "pick"]
+    verify(tasks, plan.arenas, plan.units)
+    assert asked == 2 * [u for u, unit in enumerate(units) if unit.asked]
+    check_golden(f"asked_{'ahead' if ahead else 'own'}", dump(tasks, plan))
 
 
 @given(st.data())
