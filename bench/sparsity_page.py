@@ -99,7 +99,9 @@ def _disk(result: Mapping[str, Any]) -> str:
         "\n## OPT-6.7B's shape within 2.4 GB\n",
         "The rest of the weights lies on the disk. *off* streams all neurons. *exact* is as the plan decides. Of"
         " *predict* the bytes are those of the records that are asked for, of the rest of their pages, and of pages"
-        " between them that are read through. *bound*: what the machine's figures say of all reads by themselves.\n",
+        " between them that are read through. *ahead*: the same, with predictors that hear the layer before theirs: a"
+        " layer's reads begin before its attention. *bound*: what the machine's figures say of all reads by"
+        " themselves.\n",
         "| | tokens/s | over off | promised | of the bound | MB a token | records | alignment | holes | reads |",
         "|---" * 10 + "|",
     ]
@@ -186,8 +188,9 @@ def _predictors(result: Mapping[str, Any], picture: str) -> str:
             f" | {layer['weights'] / 1e3:.0f} k | {layer['recall']:.1%} | {layer['active']:.1%}"
             f" | {layer['false_alarms']:.1%} |"
         )
-    for name, found in models.items():
-        assert found is not None
+    rows = [(name, found) for name, found in models.items() if found is not None]
+    rows += [(f"{name}, one layer ahead", found["ahead"]) for name, found in rows if "ahead" in found]
+    for name, found in rows:
         lines.append(
             f"\n{name}: predictors have {found['predictor_share']:.1%} of its parameters, recall {found['recall']:.1%},"
             f" perplexity {found['perplexity_ratio']:.4f} of exact (KL {found['kl']:.4f} nats, the same best token in"

@@ -39,23 +39,28 @@ def predicted(folder: Path, characters: int) -> Iterator[dict[str, Any]]:
 
 
 def _priced(model: Path, packed: Path, text: Path, held_out: Path) -> dict[str, Any]:
-    def command(*args: object) -> dict[str, Any]:
-        run = [sys.executable, "-m", "penstock.cli", *map(str, args)]
-        said: dict[str, Any] = json.loads(subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        return said
+    """The figures of predictors that hear their own layer, and under `ahead` of those that hear the layer before."""
+    _command("pack", model, packed, "--weights", "float16-records", "--json")
+    exact = _command("eval", packed, held_out, "--sparsity", "exact", "--json")
+    found, ahead = (_trained(packed, text, held_out, exact, more) for more in ((), ("--ahead",)))
+    for name, each in ((model.name, found), (f"{model.name}, one layer ahead", ahead)):
+        tell(f"{name}: { ({k: round(v, 4) for k, v in each.items() if k != 'layers'}) }")
+    return {**found, "ahead": ahead}
 
-    command("pack", model, packed, "--weights", "float16-records", "--json")
+
+def _trained(
+    packed: Path, text: Path, held_out: Path, exact: dict[str, Any], more: tuple[str, ...]
+) -> dict[str, Any]:  # fmt: skip
     start_s = time.perf_counter()
-    told = command("train-predictors", packed, "--text", text, "--recall", RECALL, "--json")
+    told = _command("train-predictors", packed, "--text", text, "--recall", RECALL, *more, "--json")
     seconds = time.perf_counter() - start_s
     opened = with_predictors(open_packed(packed))
     kinds = {kind: [p for p in opened.parts.values() if p.kind == kind] for kind in ("ffn", "predictor")}
     own, ffn = (sum(part.nbytes for part in kinds[kind]) for kind in ("predictor", "ffn"))
     whole = sum(p.weights_of(0, p.granules) for p in opened.parts.values() if p.kind != "predictor")
     width, neurons = opened.spec.d_model, opened.spec.layers[0].ffns[0].neurons
-    priced = command("eval", packed, held_out, "--sparsity", "predict", "--against", packed, "--json")
-    exact = command("eval", packed, held_out, "--sparsity", "exact", "--json")
-    found = {
+    priced = _command("eval", packed, held_out, "--sparsity", "predict", "--against", packed, "--json")
+    return {
         "predictor_share": told["weights"] / whole,
         "recall": told["recall"],
         "perplexity_ratio": priced["perplexity"] / exact["perplexity"],
@@ -69,8 +74,12 @@ def _priced(model: Path, packed: Path, text: Path, held_out: Path) -> dict[str, 
             for layer in told["layers"]
         ],
     }
-    tell(f"{model.name}: { ({k: round(v, 4) for k, v in found.items() if k != 'layers'}) }")
-    return found
+
+
+def _command(*args: object) -> dict[str, Any]:
+    run = [sys.executable, "-m", "penstock.cli", *map(str, args)]
+    said: dict[str, Any] = json.loads(subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return said
 
 
 def trained(plot: Path | None, table: Path | None) -> dict[str, Any]:
