@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Annotated
 
 from typer import Argument
 
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Sampling, Workload
-from penstock.cli.output import note
+from penstock.cli.output import note, say_fitted
 from penstock.errors import BadRequest
 from penstock.serve.shapes import MODEL
 from penstock.units import format_bytes
@@ -55,5 +54,5 @@ def demo(
     with loaded(source, ask, machine, tokenizer=tokenizer) as engine:
         from penstock.planner.explain import table
 
-        print(table(engine.solved, why=False), file=sys.stderr, flush=True)
+        say_fitted(table(engine.solved, why=False))
         answer(engine, ids, params, as_json, lead=prompt)

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from penstock.units import format_bytes, format_left, format_rate, format_seconds
@@ -53,13 +54,41 @@ def one_line(text: str) -> str:
 
 def fitted(text: str, columns: int | None = None) -> str:
     """A text for stdout whose lines are no longer than the terminal is wide, or `columns`: they are broken between
-    words, and go on below indented. Padding of a row of a table that is too long shrinks first. A word that is longer
-    stays whole. Where stdout is no terminal the text stays as it is."""
+    words, and go on below indented. Tables that are too wide lose padding first, all their rows alike where that will
+    do. A word that is longer stays whole. Where stdout is no terminal the text stays as it is."""
     if columns is None:
         if not sys.stdout.isatty():
             return text
         columns = shutil.get_terminal_size().columns
-    return "\n".join(part for line in text.split("\n") for part in _broken(line, max(_LEAST_COLUMNS, columns)))
+    columns, found = max(_LEAST_COLUMNS, columns), list[str]()
+    for count, rows in groupby(text.split("\n"), lambda line: len(_cells(line))):
+        lines = list(rows)
+        table = _narrowed(lines) if count > 1 and max(map(len, lines)) > columns else lines
+        if max(map(len, table)) > columns:
+            table = [part for line in lines for part in _broken(line, columns)]
+        found += table
+    return "\n".join(found)
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(" {2,}", line.strip(" "))
+
+
+def _narrowed(rows: list[str]) -> list[str]:
+    """Rows of as many cells each with two spaces between columns. Columns whose cells end at one place still do."""
+    cells = [_cells(row) for row in rows]
+    ends = [[gap.start() for gap in re.finditer(r"(?<! )( {2,}| *$)", row)][-len(cells[0]) :] for row in rows]
+    indents = [len(row) - len(row.lstrip(" ")) for row in rows]
+    first = max(indent + len(row[0]) for indent, row in zip(indents, cells, strict=True))
+    found = [(" " * indent + row[0]).ljust(first) for indent, row in zip(indents, cells, strict=True)]
+    for j in range(1, len(cells[0])):
+        width = max(len(row[j]) for row in cells)
+        right = len({row[j] for row in ends}) == 1
+        found = [
+            f"{so_far}  {row[j].rjust(width) if right else row[j].ljust(width)}"
+            for so_far, row in zip(found, cells, strict=True)
+        ]
+    return [line.rstrip() for line in found]
 
 
 def _broken(line: str, columns: int) -> list[str]:
@@ -73,14 +102,23 @@ def _broken(line: str, columns: int) -> list[str]:
     return wrapper.wrap(squeezed)
 
 
+def _terminal_columns() -> int:
+    """Of the terminal that stderr is; 0 where it is none."""
+    with suppress(OSError, ValueError):  # no terminal, or a stream that is closed
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    return 0
+
+
+def say_fitted(text: str) -> None:
+    """Prints a text of several lines to stderr, as wide as the terminal is (`fitted`)."""
+    columns = _terminal_columns()
+    say(fitted(text, columns) if columns else text)
+
+
 def note(text: str) -> None:
     """Prints one line to stderr, whatever file names and other people's texts are in it. A terminal that is narrower
     gets it in several, broken between words."""
-    line = f"penstock: {one_line(text)}"
-    with suppress(OSError, ValueError):  # no terminal, or a stream that is closed
-        if (columns := os.get_terminal_size(sys.stderr.fileno()).columns) > 0:
-            line = fitted(line, columns)
-    say(line)
+    say_fitted(f"penstock: {one_line(text)}")
 
 
 @contextmanager
@@ -116,6 +154,8 @@ class _Shown:
             return
         self._told_s = now_s
         line = progress_line(text, done, total, (done - self._first) / (now_s - self._start_s))
+        if self._tty:  # a line that goes on below would not be written over
+            line = line[: max(1, (_terminal_columns() or _SPEED_COLUMNS + 1) - 1)]
         say(f"\r{line}\033[K" if self._tty else line, end="" if self._tty else "\n")
         self._dirty = self._tty
 

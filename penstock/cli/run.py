@@ -29,7 +29,7 @@ from penstock.cli.options import (
     given_plan,
     read_text,
 )
-from penstock.cli.output import note, print_json, say
+from penstock.cli.output import note, print_json, say_fitted
 from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
@@ -174,7 +174,7 @@ def say_why(engine: Engine) -> None:
 
     table = explain.table(engine.solved, engine.ask, engine.machine, engine.band())
     lines = why(engine.lately, engine.solved, settle_context(engine.ask, engine.packed.spec))
-    say("\n".join([table, *(f"· {line}" for line in lines)]))
+    say_fitted("\n".join([table, *(f"· {line}" for line in lines)]))
 
 
 def answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.cli import entry
 from penstock.cli.options import Sampling
-from penstock.cli.output import fitted, progress_line, speed_line, speed_parts
+from penstock.cli.output import _Shown, fitted, progress_line, speed_line, speed_parts
 from penstock.cli.run import answer
 from penstock.units import format_left
 from tests.cpu.commands import Outcome, here, machine_cache
@@ -91,6 +92,35 @@ def test_a_plan_in_forty_columns() -> None:
         "· reads of at most 1.00 MiB measured:",
         "  blocks of 1.00 MiB",
     ]
+
+
+def test_a_table_stays_one_in_forty_columns() -> None:
+    rows = [("weights (int4)", "RAM", "disk"), ("  embedding", "–", "282 MiB"), ("  FFN", "1.63 GiB", "1.33 GiB")]
+    text = "\n".join(f"{name:38}{ram:>14}{disk:>14}" for name, ram, disk in rows)
+    told = ["kind          how much", "a             a few words", "another one   more words than there is room for"]
+    assert fitted(text, 40).split("\n") == [
+        "weights (int4)       RAM      disk",
+        "  embedding            –   282 MiB",
+        "  FFN           1.63 GiB  1.33 GiB",
+    ]
+    assert fitted("\n".join([*told, "", text]), 46).split("\n")[:3] == [
+        "kind         how much",
+        "a            a few words",
+        "another one  more words than there is room for",
+    ]
+    assert fitted("\n".join(told), 30).split("\n")[2:] == ["another one  more words than", "  there is room for"]
+
+
+def test_progress_stays_on_its_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("penstock.cli.output._terminal_columns", lambda: 40)
+    monkeypatch.setattr("penstock.cli.output._FIRST_S", 1e-4)
+    monkeypatch.setattr("penstock.cli.output._TTY_S", 0.0)
+    shown = _Shown(True)
+    for done in (1, 2, 3):
+        shown.tell("packing 3.ffn of a model whose name is long", done << 30, 13 << 30)
+        time.sleep(1e-3)
+    lines = [line.removesuffix("\033[K") for line in capsys.readouterr().err.split("\r") if line]
+    assert lines and all(len(line) == 39 for line in lines)
 
 
 @pytest.mark.parametrize(("platform", "says"), [("win32", "WSL2"), ("darwin", "macOS")])
