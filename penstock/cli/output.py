@@ -56,10 +56,8 @@ def fitted(text: str, columns: int | None = None) -> str:
     """A text for stdout whose lines are no longer than the terminal is wide, or `columns`: they are broken between
     words, and go on below indented. Tables that are too wide lose padding first, all their rows alike where that will
     do. A word that is longer stays whole. Where stdout is no terminal the text stays as it is."""
-    if columns is None:
-        if not sys.stdout.isatty():
-            return text
-        columns = shutil.get_terminal_size().columns
+    if columns is None and not (columns := stdout_columns()):
+        return text
     columns, found = max(_LEAST_COLUMNS, columns), list[str]()
     for count, rows in groupby(text.split("\n"), lambda line: len(_cells(line))):
         lines = list(rows)
@@ -68,6 +66,11 @@ def fitted(text: str, columns: int | None = None) -> str:
             table = [part for line in lines for part in _broken(line, columns)]
         found += table
     return "\n".join(found)
+
+
+def stdout_columns() -> int:
+    """Of the terminal that stdout is; 0 where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _cells(line: str) -> list[str]:

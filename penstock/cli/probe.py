@@ -8,7 +8,7 @@ from typer import Option
 
 from penstock.cli.bar import bar
 from penstock.cli.options import Json, Machine
-from penstock.cli.output import fitted, note, print_json, progress
+from penstock.cli.output import fitted, note, print_json, progress, stdout_columns
 from penstock.spec.places import CPU, DISK, HOST
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -58,14 +58,15 @@ def probe(
     if as_json:
         print_json(json.loads(machines.dumps(figures)))
         return
-    lines = [*summary(figures), here_line(), f"  {chosen.reason}"]
+    lines = [*summary(figures, stdout_columns()), here_line(), f"  {chosen.reason}"]
     if details:
         lines += ["", *told, *fit_lines(figures)]
     print(fitted("\n".join(lines)))
 
 
-def summary(machine: MachineSpec) -> list[str]:
-    """The machine in eight lines, with a picture of disk, RAM and processor and the speeds between them."""
+def summary(machine: MachineSpec, columns: int = 0) -> list[str]:
+    """The machine in eight lines, with a picture of disk, RAM and processor and the speeds between them. They stand
+    below each other where that is wider than `columns` (0: as wide as may be)."""
     ram, disk = machine.rate(CPU, "*", "*"), machine.rate(DISK.reads, "load", "*")
     small, written = machine.rate(DISK.reads, "fetch", "*"), machine.rate(DISK.writes, "save", "*")
     speeds = {"disk": _LARGE / (disk.alpha_s + _LARGE * disk.s_per_byte), "RAM": _per_s(ram.s_per_byte)}
@@ -85,9 +86,12 @@ def summary(machine: MachineSpec) -> list[str]:
     how = f", in {loads.depth} blocks of {format_bytes(loads.block_bytes)} at once" if loads else ""
     factors = {(s.lane, s.beside): s.factor for s in machine.sharing}
     beside, besides = (factors.get(pair, 1.0) for pair in ((CPU, DISK.reads), (DISK.reads, CPU)))
+    picture = _picture(boxes, wires)
+    if 0 < columns < max(map(len, picture)):
+        picture = _stacked(boxes, wires)
     return [
         f"{machine.cpu or machine.name}, {machine.threads} threads ({machine.source})",
-        *_picture(boxes, wires),
+        *picture,
         f"  a GB of weights takes {' or '.join(takes)}{how}",
         f"  both at once: computing takes {beside:.2f} times as long, reading {besides:.2f} times",
         f"  {_unsettled(machine)}",
@@ -114,6 +118,18 @@ def _picture(boxes: tuple[tuple[str, str, str], ...], wires: tuple[tuple[str, st
             wide = max(len(text) for text in wires[i])
             lines = [line + f"{text:^{wide}}" for line, text in zip(lines, wires[i], strict=True)]
     return [line.rstrip() for line in lines]
+
+
+def _stacked(boxes: tuple[tuple[str, str, str], ...], wires: tuple[tuple[str, str, str, str], ...]) -> list[str]:
+    """As `_picture`, for narrow terminals."""
+    lines = list[str]()
+    for i, box in enumerate(boxes):
+        lines += _picture((box,), ())
+        speeds = (
+            [text.strip("▶◀") + (" ▲" if "◀" in text else " ▼") for text in wires[i] if text] if i < len(wires) else []
+        )
+        lines += [f"    {'   '.join(speeds)}"] if speeds else []
+    return lines
 
 
 def _unsettled(machine: MachineSpec) -> str:

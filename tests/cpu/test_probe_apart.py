@@ -142,3 +142,12 @@ def test_the_picture_of_a_machine() -> None:
     assert len(lines) == 8 and max(map(len, lines[1:])) <= 80
     assert lines[1].startswith("  ┌ disk ──") and "GB/s▶" in lines[2] and "processor" in lines[1]
     assert len({line.rstrip().rfind(end) for line, end in zip(lines[1:5], "┐││┘", strict=True)}) == 1
+
+
+def test_the_picture_stands_upright_in_forty_columns() -> None:
+    lines, wide = summary(LIKE, 40), summary(LIKE, 80)
+    picture = lines[1 : 1 + 3 * 4 + 2]
+    assert wide == summary(LIKE) and max(map(len, picture)) <= 40
+    assert [line[2] for line in picture] == [*"┌││└", " ", *"┌││└", " ", *"┌││└"]
+    assert "GB/s ▼" in picture[4] and picture[4].endswith("▲")
+    assert lines[1 + len(picture) :] == wide[5:]
