@@ -7,7 +7,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
     T.scratch   an op's own temporaries (one lane runs one op at a time)
     T.cache     slots of experts that come from a slower tier, layer after layer
     host.asked  pages with records of a layer's units that are asked for (`graph.asked`). All layers have the same
-                bytes, or two layers have theirs by turns, where predictors hear the layer before theirs
+                bytes. Where predictors hear the layer before theirs, there is room for one unit more: units take turns
     host.recent slots for records of units that are asked for, unit after unit (`graph.recent`)
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
     host.staging  granules read for single embedding rows
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from penstock.graph import scratch
 from penstock.graph.guests import guests
@@ -49,7 +50,7 @@ class Layout:
         self.parts = plan.parts
         self._fill: dict[str, int] = {}
         self._last_unit = {unit.part: i for i, unit in enumerate(plan.units)}
-        # Layers that have an answer of predictors at the same time, and pages that were read by it.
+        # Layers that have an answer of predictors at the same time.
         self._turns = 1 + max((each.hears < each.layer for each in plan.predictors), default=False)
         self._cached = {f"{cache.layer}.experts" for cache in plan.caches}
         self.executors = self._executors()
@@ -60,8 +61,9 @@ class Layout:
             for p in plan.predictors
         }
         self._norm_copies = self._place_norm_copies()
-        # By the number of a unit that is asked for: what of it stays in RAM, and room for its pages with records.
-        self.kept, self.asked = self._place_asked()
+        # By the number of a unit that is asked for: what of it stays in RAM, room for its pages with records, and which
+        # turn that is. Units with the same turn have the same room.
+        self.kept, self.asked, self.asked_turns = self._place_asked()
         # By its number, slots for records that the unit was asked for often.
         self.recent = {
             u: self._take(f"{HOST}.recent", unit.recent_slots * Records.of(self.parts[unit.part]).stride, PAGE_BYTES)
@@ -198,19 +200,28 @@ class Layout:
         the same time."""
         return "active_odd" if self._turns > 1 and layer % 2 else "active"
 
-    def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot]]:
-        kept, inside, ends = dict[int, Slot](), dict[int, tuple[int, int]](), dict[str, int]()
+    def _place_asked(self) -> tuple[dict[int, Slot], dict[int, Slot], dict[int, int]]:
+        kept, sizes, by_part = dict[int, Slot](), dict[int, int](), dict[str, list[int]]()
         for u, unit in [(u, unit) for u, unit in enumerate(self.plan.units) if unit.asked]:
             records, granules = Records.of(self.parts[unit.part]), unit.hi - unit.lo
             kept[u] = self._take(f"{HOST}.weights", granules * records.kept_bytes, PAGE_BYTES)
-            lo = ends.get(unit.part, 0)
-            ends[unit.part] = lo + granules * records.page_bytes
-            inside[u] = lo, ends[unit.part]
-        room = max(ends.values(), default=0)  # whole pages
-        if room:
-            self._take(f"{HOST}.asked", self._turns * room, PAGE_BYTES)
-        begins = {u: self.parts[self.plan.units[u].part].layer % self._turns * room for u in inside}
-        return kept, {u: Slot(f"{HOST}.asked", begins[u] + lo, begins[u] + hi) for u, (lo, hi) in inside.items()}
+            sizes[u] = granules * records.page_bytes  # whole pages
+            by_part.setdefault(unit.part, []).append(u)
+        most = max(map(len, by_part.values()), default=0)
+        slots, turns = dict[int, Slot](), dict[int, int]()
+        if self._turns == 1:
+            for units in by_part.values():
+                ends = list(accumulate(sizes[u] for u in units))
+                slots |= {u: Slot(f"{HOST}.asked", hi - sizes[u], hi) for u, hi in zip(units, ends, strict=True)}
+                turns |= {u: i for i, u in enumerate(units)}
+        else:
+            in_order = [u for part in sorted(by_part, key=lambda key: self.parts[key].layer) for u in by_part[part]]
+            turns = {u: i % (most + 1) for i, u in enumerate(in_order)}
+            room = max(sizes.values(), default=0)
+            slots = {u: Slot(f"{HOST}.asked", turns[u] * room, turns[u] * room + sizes[u]) for u in in_order}
+        if slots:
+            self._take(f"{HOST}.asked", max(slot.hi for slot in slots.values()), PAGE_BYTES)
+        return kept, slots, turns
 
     def _place_norm_copies(self) -> dict[tuple[Executor, int], Slot]:
         """(executor, layer) → slot of a copy of its norms, which are at home with the activations. An executor of

@@ -302,6 +302,8 @@ class Lowering:
             if self.plan.units[u].executor(p.purpose) == executor:
                 self._streams.release(u, p.stream)
             yield from self._emit.closed()
+            if u in asked:
+                yield from self._asked.computed(u)
         if executor == asking:
             if executor != HOST:  # a device computes the shared expert while the CPU computes the router
                 self._emit.close(kernels_of(executor))

@@ -253,7 +253,7 @@ def test_golden_neurons(predicts: str) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_golden_asked(ahead: int) -> None:
     """Records of the neurons that predictors call active are read from a disk. Predictors that hear the layer before
-    theirs have the next layer's reads begin before this layer's are computed on."""
+    theirs have the next layer's reads begin before this layer's are computed on, as far as there is room."""
     spec, weights = (
         model(layers=3, d=64, heads=2, kv_heads=2, neurons=192, vocab=128),
         Format("int4", 64, neurons=True, records=True),
@@ -261,7 +261,7 @@ def test_golden_asked(ahead: int) -> None:
     by_key = {p.key: p for p in parts(spec, weights)}
     units = [stay(key, by_key) for key in by_key if not key.endswith("ffn")]
     units += [Unit(f"{i}.ffn", 0, 1, "host", "host", "host") for i in range(3)]
-    units += [Unit(f"{i}.ffn", 1, 3, "disk0", "host", "host", asked=True) for i in range(3)]
+    units += [Unit(f"{i}.ffn", n, n + 1, "disk0", "host", "host", asked=True) for i in range(3) for n in (1, 2)]
     units.sort(key=lambda unit: list(by_key).index(unit.part))
     plan = make_plan(spec, weights, units, ring_bytes={"host": by_key["0.ffn"].nbytes})
     known = tuple(Predictor(i, 32, "host", FORMAT, ahead) for i in range(3))
