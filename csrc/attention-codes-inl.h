@@ -25,6 +25,12 @@ constexpr int kUnitWords = kind == Kind::kInt4 ? 4 : 2;
 template <Kind kind>
 constexpr float kMiddle = kind == Kind::kInt4 ? 7.5F : 127.5F;  // of the codes
 constexpr int word_column(int w) { return w / 2 * 16 + w % 2; }
+// Rows of `width` columns that a register of kWideBytes has. Two where they are half as long: int4 with 64 columns took
+// as long as with 128 when each had a register of its own. No bit depends on it, since sums are exact.
+template <Kind kind>
+constexpr int packed_rows(int width) {
+    return kWideLines > 1 && 2 * width == kWideLines * kUnitColumns<kind> ? 2 : 1;
+}
 
 template <Kind kind, int w>
 [[gnu::always_inline]] inline Line word_of(Line x) {
@@ -120,16 +126,17 @@ struct Codes {
 }
 
 // The words of n queries from `first` on, each as often as a register of keys wants it: [steps][n][kPairLanes], for
-// whole kWideBytes bytes.
+// whole kWideBytes bytes. For each of several keys in a register they are the same.
 template <Kind kind>
 void spread_words(const RoundedQueries& q, int first, int n, std::int32_t* to) {
     constexpr int kUnitSteps = 4 * kUnitWords<kind>, kColumns = kWideLines * kUnitColumns<kind>;
     constexpr int kCopies = kPairLanes / kWideLines;
+    const int of_row = kWideLines / packed_rows<kind>(q.width);
     for (int column = 0; column < q.width; column += kColumns) {
         for (int step = 0; step < kUnitSteps; ++step) {
             for (int i = first; i < first + n; ++i) {
                 for (int unit = 0; unit < kWideLines; ++unit, to += kCopies) {
-                    const int at = column / kUnitColumns<kind> + unit;
+                    const int at = column / kUnitColumns<kind> + unit % of_row;
                     const bool inside = at * kUnitColumns<kind> < q.width;
                     std::fill_n(to, kCopies, inside ? q.words[(at * kUnitSteps + step) * q.count + i] : 0);
                 }
@@ -216,38 +223,49 @@ template <Kind kind, int n>
 }
 
 // scores[i][position] = scale · query · key, for n queries from `first` on, whose words are spread. Scores lie
-// kBlockTokens apart.
-template <Kind kind, int n>
+// kBlockTokens apart. `packed`: packed_rows().
+template <Kind kind, int n, int packed>
 void score_codes(const RoundedQueries& q, int first, const std::int32_t* words, const Codes& keys, float scale,
                  float* scores) {
-    constexpr int kStepWords = 4 * kUnitWords<kind> * n * kPairLanes;
-    for (int token = 0; token < keys.count; token += 16) {
+    constexpr int kStepWords = 4 * kUnitWords<kind> * n * kPairLanes, kUnits = kWideLines / packed;
+    for (int token = 0; token < keys.count; token += 16 * packed) {
         const std::uint8_t* ahead = keys.further(token);
         const std::uint8_t* row = keys.rows + std::size_t(token) * keys.row_bytes;
         const std::int32_t* step = words;
-        F total[n];
-        I open[n];  // of the piece so far
-        for (int i = 0; i < n; ++i) total[i] = f_zero(), open[i] = i_zero();
+        F total[packed][n];
+        I open[packed][n];  // of the piece so far
+        for (int i = 0; i < packed * n; ++i) total[i / n][i % n] = f_zero(), open[i / n][i % n] = i_zero();
         int group = 0, piece = 0, group_end = std::min(q.group, q.width), end = std::min(kPieceColumns, group_end);
         for (int column = 0; column < q.width; row += kWideBytes, step += kStepWords) {
             I sums[n][kWideLines];
-            dot_keys<kind, n>(row, keys.row_bytes, step, ahead, sums);
+            dot_keys<kind, n>(row, packed * keys.row_bytes, step, ahead, sums);
             ahead = nullptr;
+            if constexpr (packed == 2) {
+                for (int k = 0; k < n * kUnits; ++k)
+                    i_zip(sums[k / kUnits][k % kUnits], sums[k / kUnits][k % kUnits + kUnits]);
+            }
 #pragma GCC unroll 4
-            for (int unit = 0; unit < kWideLines; ++unit) {
+            for (int unit = 0; unit < kUnits; ++unit) {
                 if (column >= q.width) break;
                 column += kUnitColumns<kind>;
+#pragma GCC unroll 2
+                for (int part = 0; part < packed; ++part) {
 #pragma GCC unroll 8
-                for (int i = 0; i < n; ++i) open[i] = i_add(open[i], sums[i][unit]);
+                    for (int i = 0; i < n; ++i) open[part][i] = i_add(open[part][i], sums[i][unit + part * kUnits]);
+                }
                 if (column < end) continue;
-                const F of_group = keys.scale(group, token), minimum = keys.minimum(group, token);
                 const std::ptrdiff_t at = std::ptrdiff_t(piece) * q.count + first;
+#pragma GCC unroll 2
+                for (int part = 0; part < packed; ++part) {
+                    const int from = token + 16 * part;
+                    const F of_group = keys.scale(group, from), minimum = keys.minimum(group, from);
 #pragma GCC unroll 8
-                for (int i = 0; i < n; ++i) {
-                    const F product = f_fma(f_from(open[i]), f_set(q.steps[at + i]), f_set(q.rests[at + i]));
-                    total[i] = f_fma(of_group, product, total[i]);
-                    total[i] = f_fma(minimum, f_set(q.sums[at + i]), total[i]);
-                    open[i] = i_zero();
+                    for (int i = 0; i < n; ++i) {
+                        F& sum = total[part][i];
+                        const F product = f_fma(f_from(open[part][i]), f_set(q.steps[at + i]), f_set(q.rests[at + i]));
+                        sum = f_fma(minimum, f_set(q.sums[at + i]), f_fma(of_group, product, sum));
+                        open[part][i] = i_zero();
+                    }
                 }
                 ++piece;
                 if (column >= group_end) {
@@ -256,7 +274,11 @@ void score_codes(const RoundedQueries& q, int first, const std::int32_t* words, 
                 end = std::min(column + kPieceColumns, group_end);
             }
         }
-        for (int i = 0; i < n; ++i) f_store(scores + i * kBlockTokens + token, f_mul(total[i], f_set(scale)));
+        for (int part = 0; part < packed; ++part) {
+            for (int i = 0; i < n; ++i) {
+                f_store(scores + i * kBlockTokens + token + 16 * part, f_mul(total[part][i], f_set(scale)));
+            }
+        }
     }
 }
 

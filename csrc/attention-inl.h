@@ -219,8 +219,13 @@ class HeadAttention {
                                                              : next<kind>(cache_.values, runs[0]);
             Codes keys = codes_of(cache_.keys, runs[r], ahead);
             each_query<kCodeQueries>(first_query(runs[r].at), [&]<int n>(int i) {
-                score_codes<kind, n>(rounded_, i, spread_.template words<kind, n>(rounded_, i, wide_), keys, a_.scale,
-                                     block_ + std::ptrdiff_t(i) * kBlockTokens + runs[r].at);
+                const std::int32_t* const words = spread_.template words<kind, n>(rounded_, i, wide_);
+                float* const scores = block_ + std::ptrdiff_t(i) * kBlockTokens + runs[r].at;
+                if (kWideLines > 1 && packed_rows<kind>(width_) > 1) {
+                    score_codes<kind, n, std::min(2, kWideLines)>(rounded_, i, words, keys, a_.scale, scores);
+                } else {
+                    score_codes<kind, n, 1>(rounded_, i, words, keys, a_.scale, scores);
+                }
                 keys.ahead = nullptr;
             });
         }

@@ -50,9 +50,11 @@ inline void round_weights(const float* weights, const float* scales, const float
     middle = f_sum(f_fma(f_set(-kMiddle<kind> * step), f_from(all), total));
 }
 
-// Of kWideBytes bytes' units of 16, how much further than the first one's words those of its group lie.
+// Of kWideBytes bytes' units of 16, how much further than the first one's words those of its group and position lie.
+// `packed`: the positions that they are of.
 struct Further {
     int words[kWideLines];
+    int packed;
 };
 
 // sums [n][halves][lines][16]: of a span's positions, the products of codes with words. `n` queries, whose words lie
@@ -70,10 +72,11 @@ template <Kind kind, int n, int first, int lines, int parts>
             for (int h = 0; h < kHalves; ++h) acc[i][j][h] = i_zero();
         }
     }
-    for (int token = 0; token < 16; ++token) {
+    const std::size_t step_bytes = std::size_t(further.packed) * row_bytes;
+    for (int token = 0; token < 16; token += further.packed) {
         if (ahead != nullptr) {
-            fetch_codes(ahead, 4 * row_bytes);
-            ahead += 4 * row_bytes;
+            fetch_codes(ahead, 4 * step_bytes);
+            ahead += 4 * step_bytes;
         }
         Line x[lines];
         wide_lines<first, lines>(row, 16 * row_bytes, x);
@@ -95,7 +98,7 @@ template <Kind kind, int n, int first, int lines, int parts>
             }
         };
         words_of.template operator()<0>(), words_of.template operator()<1>();
-        row += row_bytes, ++words;
+        row += step_bytes, words += further.packed;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i) {
@@ -127,13 +130,14 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
     constexpr int kHalves = kUnitWords<kind> / 2, kColumns = kWideLines * kUnitColumns<kind>;
     const std::uint8_t* ahead = values.further(at);
     const std::uint8_t* row = values.rows + std::size_t(at) * values.row_bytes;
-    const int stride = weights.groups * (kSpan / 2);
+    const int stride = weights.groups * (kSpan / 2), packed = packed_rows<kind>(width), units = kWideLines / packed;
     for (int column = 0; column < width; column += kColumns, row += kWideBytes) {
         alignas(64) std::int32_t products[n * kHalves * kWideLines * 16];
         Further further;
+        further.packed = packed;
         for (int k = 0; k < kWideLines; ++k) {  // what lies behind the width is not used
-            const int of = std::min((column + k * kUnitColumns<kind>) / group, weights.groups - 1);
-            further.words[k] = (of - column / group) * (kSpan / 2);
+            const int of = std::min((column + k % units * kUnitColumns<kind>) / group, weights.groups - 1);
+            further.words[k] = (of - column / group) * (kSpan / 2) + k / units;
         }
         const std::int32_t* const words = weights.words + column / group * (kSpan / 2);
         const auto dot = [&]<int parts>() {
@@ -159,7 +163,10 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
                     x[j] = i_load(products + ((i * kHalves + h) * kWideLines + j) * 16);
                 }
                 wide_columns(x);
-                for (int k = 0; k < kWideLines; ++k) {
+                if (packed > 1) {
+                    for (int k = 0; k < kWideLines / 2; ++k) x[k] = i_add(x[k], x[k + kWideLines / 2]);
+                }
+                for (int k = 0; k < units; ++k) {
                     const int c = column + k * kUnitColumns<kind> + 16 * h;
                     if (c >= width) break;
                     const int g = i * weights.groups + c / group;

@@ -93,5 +93,14 @@ inline void wide_columns(I (&x)[kWideLines]) {
     x[1] = {_mm256_permute2x128_si256(x[0].a, x[0].b, 0x31), _mm256_permute2x128_si256(x[1].a, x[1].b, 0x31)};
     x[0] = first;
 }
+// As in codes_avx512.h.
+inline void zip8(__m256i& even, __m256i& odd) {
+    const __m256i low = _mm256_unpacklo_epi32(even, odd), high = _mm256_unpackhi_epi32(even, odd);
+    even = _mm256_permute2x128_si256(low, high, 0x20), odd = _mm256_permute2x128_si256(low, high, 0x31);
+}
+inline void i_zip(I& even, I& odd) {
+    zip8(even.a, odd.a), zip8(even.b, odd.b);
+    std::swap(even.b, odd.a);
+}
 
 }  // namespace penstock::PENSTOCK_ISA

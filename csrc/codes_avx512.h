@@ -80,5 +80,11 @@ inline void wide_columns(I (&x)[kWideLines]) {
     x[0] = _mm512_shuffle_i32x4(a, c, 0x88), x[1] = _mm512_shuffle_i32x4(a, c, 0xdd);
     x[2] = _mm512_shuffle_i32x4(b, d, 0x88), x[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
+// Lanes of `even` and `odd` in turns: the first 16 of them, and the last 16.
+inline void i_zip(I& even, I& odd) {
+    const I low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const I first = _mm512_permutex2var_epi32(even, low, odd);
+    odd = _mm512_permutex2var_epi32(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd), even = first;
+}
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -39,5 +39,6 @@ inline void wide_lines(const std::uint8_t* row, std::size_t row_bytes, Line (&to
     to[0] = fours_of(rows);
 }
 inline void wide_columns(I (&)[kWideLines]) {}
+inline void i_zip(I&, I&) {}  // of two rows in a line, which there are not
 
 }  // namespace penstock::PENSTOCK_ISA
