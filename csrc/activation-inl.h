@@ -32,9 +32,8 @@ inline float exp_of(float x) {
 
 // e^x of 16 numbers at once. It is 0 below -87, and NaN stays NaN.
 inline F f_exp(F x) {
-    const F magic = f_set(12582912.0F), least = f_set(-87.0F);
-    const F z = f_min(f_set(88.0F), f_max(least, x));
-    const F n = f_add(f_add(f_mul(z, f_set(1.44269504F)), magic), f_set(-12582912.0F));
+    const F z = f_min(f_set(88.0F), x);  // what lies far below -87 makes nonsense, which the last line drops
+    const F n = f_whole(f_mul(z, f_set(1.44269504F)));
     const F r = f_fma(n, f_set(2.12194440e-4F), f_fma(n, f_set(-0.693359375F), z));
     F y = f_set(1.9875691500e-4F);
     for (const float next :
@@ -42,7 +41,7 @@ inline F f_exp(F x) {
         y = f_fma(y, r, f_set(next));
     }
     y = f_fma(f_mul(y, r), r, f_add(r, f_set(1.0F)));
-    return f_unless_below(x, -87.0F, f_mul(y, f_power(n)));
+    return f_unless_below(x, -87.0F, f_scaled(y, n));
 }
 
 // tanh x = 1 - 2 / (e^2x + 1), with an error of at most 1e-7.

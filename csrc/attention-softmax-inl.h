@@ -15,25 +15,24 @@ struct Running {
     float best, weight;
 };
 
+// As `soften`, where no score so far is a number above -inf.
+[[gnu::noinline]] inline float soften_unseen(float* scores, Running& run) {
+    I most_bits = i_zero();
+    for (int i = 0; i < kBlockTokens; i += 16) most_bits = i_max(most_bits, i_magnitude(f_load(scores + i)));
+    std::fill_n(scores, kBlockTokens, 0.0F);
+    if (i_max_of(most_bits) <= 0x7f800000) return 1.0F;
+    run.weight = scores[0] = NAN;
+    return NAN;
+}
+
 // Turns the 256 scores of a block into weights. Returns the factor by which earlier sums shrink. Hidden scores are
 // -inf.
 inline float soften(float* scores, Running& run) {
-    I most_bits = i_zero();
     F peaks = f_load(scores);
-    for (int i = 0; i < kBlockTokens; i += 16) {
-        const F s = f_load(scores + i);
-        most_bits = i_max(most_bits, i_magnitude(s));
-        peaks = f_max(peaks, s);
-    }
-    if (i_max_of(most_bits) > 0x7f800000) {  // f_max ignores NaN, but a row that met one must stay NaN
-        run.weight = scores[0] = NAN;
-        return NAN;
-    }
+    for (int i = 16; i < kBlockTokens; i += 16) peaks = f_max(peaks, f_load(scores + i));
+    // f_max may lose a NaN, but a row that met one must stay NaN. Weights of it are NaN, and so is their sum.
     const float peak = std::max(run.best, f_max_of(peaks));
-    if (std::isinf(peak) && peak < 0) {  // nothing seen yet
-        std::fill_n(scores, kBlockTokens, 0.0F);
-        return 1.0F;
-    }
+    if (std::isinf(peak) && peak < 0) return soften_unseen(scores, run);
     const float shrink = std::isinf(run.best) ? 0.0F : exp_of(run.best - peak);
     F total = f_zero();
     for (int i = 0; i < kBlockTokens; i += 16) {

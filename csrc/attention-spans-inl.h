@@ -135,11 +135,14 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
         alignas(64) std::int32_t products[n * kHalves * kWideLines * 16];
         Further further;
         further.packed = packed;
-        for (int k = 0; k < kWideLines; ++k) {  // what lies behind the width is not used
-            const int of = std::min((column + k % units * kUnitColumns<kind>) / group, weights.groups - 1);
-            further.words[k] = (of - column / group) * (kSpan / 2) + k / units;
+        int of_unit[kWideLines];  // the group. What lies behind the width is not used
+        for (int k = 0; k < units; ++k) {
+            of_unit[k] = std::min((column + k * kUnitColumns<kind>) / group, weights.groups - 1);
         }
-        const std::int32_t* const words = weights.words + column / group * (kSpan / 2);
+        for (int k = 0; k < kWideLines; ++k) {
+            further.words[k] = (of_unit[k % units] - of_unit[0]) * (kSpan / 2) + k / units;
+        }
+        const std::int32_t* const words = weights.words + of_unit[0] * (kSpan / 2);
         const auto dot = [&]<int parts>() {
             dot_lines<kind, n, parts>(row, values.row_bytes, words, stride, further, ahead, products);
             ahead = nullptr;
@@ -169,7 +172,7 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
                 for (int k = 0; k < units; ++k) {
                     const int c = column + k * kUnitColumns<kind> + 16 * h;
                     if (c >= width) break;
-                    const int g = i * weights.groups + c / group;
+                    const int g = i * weights.groups + of_unit[k];
                     float* const to = sums + std::ptrdiff_t(i) * width + c;
                     const F sum = f_add(f_load(to), f_set(weights.middles[g]));
                     f_store(to, f_fma(f_from(x[k]), f_set(weights.steps[g]), sum));

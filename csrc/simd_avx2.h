@@ -76,6 +76,13 @@ inline __m256 power8(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 inline F f_power(F n) { return {power8(n.a), power8(n.b)}; }
+// y · 2^n of integers -126 … 127; below that it may be anything.
+inline F f_scaled(F y, F n) { return f_mul(y, f_power(n)); }
+// The nearest whole numbers, ties to even.
+inline F f_whole(F x) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
+}
 // Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1. Where a blend does, there is no
 // shuffle: ports for shuffles are few.
 inline __m256 sums8(const F* v) {

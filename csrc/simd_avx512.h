@@ -52,6 +52,10 @@ inline F f_unless_below(F x, float limit, F y) {
 inline F f_power(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+// y · 2^n of integers -126 … 127; below that it may be anything.
+inline F f_scaled(F y, F n) { return _mm512_scalef_ps(y, n); }
+// The nearest whole numbers, ties to even.
+inline F f_whole(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // Lane i: the lanes of v[i], added at distances 8, 4, 2, 1. Where a blend does, there is no shuffle: ports for shuffles
 // are few.
 inline F f_sums(const F (&v)[16]) {

@@ -118,6 +118,10 @@ inline F f_power(F n) {
     };
     return by_four<F>(one, n);
 }
+// y · 2^n of integers -126 … 127; below that it may be anything.
+inline F f_scaled(F y, F n) { return f_mul(y, f_power(n)); }
+// The nearest whole numbers, ties to even.
+inline F f_whole(F x) { return by_four<F>(vrndnq_f32, x); }
 // The lanes of x, added at distances 8 and 4.
 inline float32x4_t folded(F x) { return vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d)); }
 // Lane i: the lanes of v[i], added at distances 8, 4, 2, 1.

@@ -126,6 +126,10 @@ inline F f_power(const F& n) {
     std::memcpy(r.v, bits, 64);
     return r;
 }
+// y · 2^n of integers -126 … 127; below that it may be anything.
+inline F f_scaled(const F& y, const F& n) { return f_mul(y, f_power(n)); }
+// The nearest whole numbers, ties to even, of magnitudes below 2^22. Of others it may be anything.
+inline F f_whole(const F& x) { return f_add(f_add(x, f_set(12582912.0F)), f_set(-12582912.0F)); }
 // Lane i of the result is the sum of the lanes of v[i], added at distances 8, 4, 2, 1.
 inline F f_sums(const F (&v)[16]) {
     F r;
