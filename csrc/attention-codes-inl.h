@@ -178,10 +178,6 @@ template <Kind kind, int n>
                                 const std::uint8_t* ahead, I (&sums)[n][kWideLines]) {
 #pragma GCC unroll 8
     for (int part = 0; part < kWideLines; part += kKeyLines) {
-        if (ahead != nullptr) {
-            const std::size_t nbytes = 16 * row_bytes / (kWideLines / kKeyLines);
-            fetch_codes(ahead + std::size_t(part / kKeyLines) * nbytes, nbytes);
-        }
         I acc[n][kKeyLines];
 #pragma GCC unroll 8
         for (int i = 0; i < n; ++i) {
@@ -207,6 +203,11 @@ template <Kind kind, int n>
             }
         };
         const auto line = [&]<int j>() __attribute__((always_inline)) {
+            if (ahead != nullptr) {
+                constexpr std::size_t kBytes = 16 * kWideBytes / (4 * (kWideLines / kKeyLines));
+                fetch_codes(ahead, kBytes);
+                ahead += kBytes;
+            }
             word.template operator()<j, 0>(), word.template operator()<j, 1>();
             word.template operator()<j, 2>(), word.template operator()<j, 3>();
         };
@@ -239,7 +240,7 @@ void score_codes(const RoundedQueries& q, int first, const std::int32_t* words, 
         for (int column = 0; column < q.width; row += kWideBytes, step += kStepWords) {
             I sums[n][kWideLines];
             dot_keys<kind, n>(row, packed * keys.row_bytes, step, ahead, sums);
-            ahead = nullptr;
+            if (ahead != nullptr) ahead += 16 * kWideBytes;
             if constexpr (packed == 2) {
                 for (int k = 0; k < n * kUnits; ++k)
                     i_zip(sums[k / kUnits][k % kUnits], sums[k / kUnits][k % kUnits + kUnits]);

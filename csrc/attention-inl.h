@@ -71,6 +71,11 @@ class HeadAttention {
                 if (chooses()) block_ += std::ptrdiff_t(queries_) * kBlockTokens;
             }
             if (chooses()) blend_chosen<kind>(begin, end);
+            if constexpr (quantised(kind)) {
+                for (int i = 0; i < queries_ && rounds() && !chooses() && lie_as_products<kind>(width_); ++i) {
+                    order_sums<kind>(width_, sums_ + std::ptrdiff_t(i) * width_);
+                }
+            }
         });
         for (int i = 0; i < queries_; ++i) {
             float* to = out + (i / group_) * stride + first + std::ptrdiff_t(i % group_) * e;
@@ -195,12 +200,25 @@ class HeadAttention {
     void walk_codes(int start, int end) {
         const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
         const int lo = std::max(0, oldest - start) / kSpan * kSpan;  // no row's window reaches back to spans before
-        Run runs[kBlockTokens / kSpan + 1];                          // of the block, and the first of the next block
-        int n_runs = 0;
+        Run runs[2 * kBlockTokens / kSpan];                          // of the block, and of the next block
+        int n_runs = 0, n_all = 0;
         for (int at = lo; at < end - start; at += runs[n_runs++].count)
             runs[n_runs] = run_at(start, end, at, kBlockTokens);
         const int last = start_ + rows_, after = start + kBlockTokens;
-        if (after < last) runs[n_runs] = run_at(after, std::min(after + kBlockTokens, last), 0, kBlockTokens);
+        n_all = n_runs;
+        for (int at = 0; at < std::min(kBlockTokens, last - after); at += runs[n_all++].count) {
+            runs[n_all] = run_at(after, std::min(after + kBlockTokens, last), at, kBlockTokens);
+        }
+        // What is read next: keys of the runs, values of the runs, keys of the next block.
+        const int values_steps = chooses() ? 0 : n_runs;
+        const auto ahead_of = [&](int step, const Run& run) -> const std::uint8_t* {
+            const int rows = static_cast<int>(kFetchBytes / row_bytes_);
+            step += std::min(std::max(1, rows / run.count), n_runs);
+            if (step < n_runs) return next<kind>(cache_.keys, runs[step]);
+            if (step < n_runs + values_steps) return next<kind>(cache_.values, runs[step - n_runs]);
+            step -= values_steps;
+            return step < n_all ? next<kind>(cache_.keys, runs[step]) : nullptr;
+        };
         const auto codes_of = [&](const std::uint8_t* pool, const Run& run, const std::uint8_t* ahead) -> Codes {
             const std::uint8_t* const block = pool + run.block;
             return {rows_at(pool, run),
@@ -212,12 +230,8 @@ class HeadAttention {
                     ahead};
         };
         const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
-        const std::uint8_t* const next_keys = after < last ? next<kind>(cache_.keys, runs[n_runs]) : nullptr;
         for (int r = 0; r < n_runs; ++r) {
-            const std::uint8_t* const ahead = r + 1 < n_runs ? next<kind>(cache_.keys, runs[r + 1])
-                                              : chooses()    ? next_keys
-                                                             : next<kind>(cache_.values, runs[0]);
-            Codes keys = codes_of(cache_.keys, runs[r], ahead);
+            Codes keys = codes_of(cache_.keys, runs[r], ahead_of(r, runs[r]));
             each_query<kCodeQueries>(first_query(runs[r].at), [&]<int n>(int i) {
                 const std::int32_t* const words = spread_.template words<kind, n>(rounded_, i, wide_);
                 float* const scores = block_ + std::ptrdiff_t(i) * kBlockTokens + runs[r].at;
@@ -234,8 +248,7 @@ class HeadAttention {
             if (!chooses()) weigh(i);
         }
         for (int r = 0; r < n_runs && !chooses(); ++r) {
-            const std::uint8_t* const ahead = r + 1 < n_runs ? next<kind>(cache_.values, runs[r + 1]) : next_keys;
-            const Codes values = codes_of(cache_.values, runs[r], ahead);
+            const Codes values = codes_of(cache_.values, runs[r], ahead_of(n_runs + r, runs[r]));
             for (int at = 0; at < values.count; at += kSpan) blend_span<kind>(values, at, runs[r].at + at, first_query);
         }
     }
@@ -253,11 +266,7 @@ class HeadAttention {
         span_factors<kind>(values, at, std::min(kSpan, values.count - at), groups, scales, middles);
         each_query<kCodeQueries>(first_query(in_block), [&]<int n>(int i) {
             const float* const weights = block_ + std::ptrdiff_t(i) * kBlockTokens + in_block;
-            for (int k = 0; k < n * groups; ++k) {
-                const std::ptrdiff_t factors = std::ptrdiff_t(k % groups) * kSpan;
-                round_weights<kind>(weights + k / groups * kBlockTokens, scales + factors, middles + factors,
-                                    words + k * (kSpan / 2), rounded.steps[k], rounded.middles[k]);
-            }
+            round_weights<kind, n>(weights, scales, middles, rounded);
             blend_codes<kind, n>(values, at, rounded, cache_.group, width_, sums_ + std::ptrdiff_t(i) * width_);
             values.ahead = nullptr;
         });

@@ -33,7 +33,7 @@ inline float soften(float* scores, Running& run) {
     // f_max may lose a NaN, but a row that met one must stay NaN. Weights of it are NaN, and so is their sum.
     const float peak = std::max(run.best, f_max_of(peaks));
     if (std::isinf(peak) && peak < 0) return soften_unseen(scores, run);
-    const float shrink = std::isinf(run.best) ? 0.0F : exp_of(run.best - peak);
+    const float shrink = peak == run.best ? 1.0F : std::isinf(run.best) ? 0.0F : exp_of(run.best - peak);
     F total = f_zero();
     for (int i = 0; i < kBlockTokens; i += 16) {
         const F weight = f_exp(f_add(f_load(scores + i), f_set(-peak)));

@@ -29,25 +29,43 @@ inline void span_factors(const Codes& values, int at, int count, int groups, flo
     }
 }
 
-// Rounds one query's weights [kSpan] of a group. scales, middles [kSpan]: of its positions.
-template <Kind kind>
-inline void round_weights(const float* weights, const float* scales, const float* middles, std::int32_t* words,
-                          float& step, float& middle) {
-    F products[4], peak = f_zero(), total = f_zero();
-    for (int v = 0; v < 4; ++v) {
-        const F weight = f_load(weights + 16 * v);
-        products[v] = f_mul(weight, f_load(scales + 16 * v));
-        peak = f_max(peak, products[v]);
-        total = f_fma(weight, f_load(middles + 16 * v), total);
+// Rounds the weights of n queries, which lie kBlockTokens apart, for all groups. scales, middles [groups][kSpan].
+// What one of them waits for, another's work hides: of all the peaks are found first.
+template <Kind kind, int n>
+void round_weights(const float* weights, const float* scales, const float* middles, const RoundedWeights& to) {
+    const int count = n * to.groups;
+    for (int i = 0, k = 0; i < n; ++i) {
+        const float* const w = weights + std::ptrdiff_t(i) * kBlockTokens;
+        for (int g = 0; g < to.groups; ++g, ++k) {
+            const float* const s = scales + std::ptrdiff_t(g) * kSpan;
+            F peak = f_zero();
+            for (int v = 0; v < kSpan; v += 16) peak = f_max(peak, f_mul(f_load(w + v), f_load(s + v)));
+            to.steps[k] = f_max_of(peak);
+        }
     }
-    const float most = f_max_of(peak);
-    step = most < 1e-30F ? 0.0F : most * (1 / kMostWord);
-    const F inverse = f_set(step > 0 ? kMostWord / most : 0.0F);
-    I n[4];
-    for (int v = 0; v < 4; ++v) n[v] = i_round(f_mul(products[v], inverse));
-    const I all = i_add(i_add(n[0], n[1]), i_add(n[2], n[3]));
-    i_store(words, i_words(n[0], n[2])), i_store(words + 16, i_words(n[1], n[3]));
-    middle = f_sum(f_fma(f_set(-kMiddle<kind> * step), f_from(all), total));
+    for (int k = 0; k < count; ++k) {
+        const float most = to.steps[k];
+        to.steps[k] = most < 1e-30F ? 0.0F : most * (1 / kMostWord);
+        to.middles[k] = most < 1e-30F ? 0.0F : kMostWord / most;
+    }
+    std::int32_t* words = to.words;
+    for (int i = 0, k = 0; i < n; ++i) {
+        const float* const w = weights + std::ptrdiff_t(i) * kBlockTokens;
+        for (int g = 0; g < to.groups; ++g, ++k, words += kSpan / 2) {
+            const float *const s = scales + std::ptrdiff_t(g) * kSpan, *const m = middles + std::ptrdiff_t(g) * kSpan;
+            const F inverse = f_set(to.middles[k]);
+            F total = f_zero();
+            I numbers[4];
+            for (int v = 0; v < 4; ++v) {
+                const F weight = f_load(w + 16 * v);
+                numbers[v] = i_round(f_mul(f_mul(weight, f_load(s + 16 * v)), inverse));
+                total = f_fma(weight, f_load(m + 16 * v), total);
+            }
+            const I all = i_add(i_add(numbers[0], numbers[1]), i_add(numbers[2], numbers[3]));
+            i_store(words, i_words(numbers[0], numbers[2])), i_store(words + 16, i_words(numbers[1], numbers[3]));
+            to.middles[k] = f_sum(f_fma(f_set(-kMiddle<kind> * to.steps[k]), f_from(all), total));
+        }
+    }
 }
 
 // Of kWideBytes bytes' units of 16, how much further than the first one's words those of its group and position lie.
@@ -57,11 +75,46 @@ struct Further {
     int packed;
 };
 
-// sums [n][halves][lines][16]: of a span's positions, the products of codes with words. `n` queries, whose words lie
-// `stride` apart, and `lines` lines from `first` on of kWideBytes bytes, whose columns are in `parts` groups.
+// Sums of values that lie as products do: of kWideBytes bytes [halves][lines][16], of a query after the other `width`
+// apart. Their steps and middles are those of the first unit's group, and lie `groups` apart. Of unit k they lie
+// `further[k]` further.
+struct Added {
+    float* sums;  // null: products are wanted as they are
+    const float *steps, *middles;
+    int width, groups, further[kWideLines];
+};
+// Whether sums of values lie so until the last position is added, which saves most of a span's shuffles and stores.
+template <Kind kind>
+constexpr bool lie_as_products(int width) {
+    return width % (kWideLines * kUnitColumns<kind>) == 0;
+}
+// Columns of sums [width] that lie as products, in order.
+template <Kind kind>
+void order_sums(int width, float* sums) {
+    constexpr int kHalves = kUnitWords<kind> / 2;
+    for (float* const end = sums + width; sums < end; sums += kWideLines * kUnitColumns<kind>) {
+        I x[kHalves][kWideLines];
+        for (int h = 0; h < kHalves; ++h) {
+            for (int j = 0; j < kWideLines; ++j) {
+                x[h][j] = i_load(reinterpret_cast<const std::int32_t*>(sums + (h * kWideLines + j) * 16));
+            }
+            wide_columns(x[h]);
+        }
+        for (int h = 0; h < kHalves; ++h) {
+            for (int k = 0; k < kWideLines; ++k) {
+                i_store(reinterpret_cast<std::int32_t*>(sums + k * kUnitColumns<kind> + 16 * h), x[h][k]);
+            }
+        }
+    }
+}
+
+// products [n][halves][lines][16]: of a span's positions, of codes with words; or they are added to sums. `n` queries,
+// whose words lie `stride` apart, and `lines` lines from `first` on of kWideBytes bytes, whose columns are in `parts`
+// groups.
 template <Kind kind, int n, int first, int lines, int parts>
 [[gnu::noinline]] void dot_codes(const std::uint8_t* row, std::size_t row_bytes, const std::int32_t* words, int stride,
-                                 const Further& further, const std::uint8_t* ahead, std::int32_t* sums) {
+                                 const Further& further, const std::uint8_t* ahead, const Added& added,
+                                 std::int32_t* products) {
     constexpr int kHalves = kUnitWords<kind> / 2;
     I acc[n][lines][kHalves];
 #pragma GCC unroll 8
@@ -75,8 +128,9 @@ template <Kind kind, int n, int first, int lines, int parts>
     const std::size_t step_bytes = std::size_t(further.packed) * row_bytes;
     for (int token = 0; token < 16; token += further.packed) {
         if (ahead != nullptr) {
-            fetch_codes(ahead, 4 * step_bytes);
-            ahead += 4 * step_bytes;
+            constexpr std::size_t kBytes = 4 * kWideBytes * lines / kWideLines;
+            fetch_codes(ahead, kBytes);
+            ahead += kBytes;
         }
         Line x[lines];
         wide_lines<first, lines>(row, 16 * row_bytes, x);
@@ -100,13 +154,25 @@ template <Kind kind, int n, int first, int lines, int parts>
         words_of.template operator()<0>(), words_of.template operator()<1>();
         row += step_bytes, words += further.packed;
     }
+    const bool adds = added.sums != nullptr;
 #pragma GCC unroll 8
     for (int i = 0; i < n; ++i) {
+        F step = f_zero(), middle = f_zero();
+        if (adds) {
+            step = f_units<parts>(added.steps + i * added.groups, added.further);
+            middle = f_units<parts>(added.middles + i * added.groups, added.further);
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < lines; ++j) {
 #pragma GCC unroll 2
             for (int h = 0; h < kHalves; ++h) {
-                i_store(sums + ((i * kHalves + h) * kWideLines + first + j) * 16, acc[i][j][h]);
+                const int at = (h * kWideLines + first + j) * 16;
+                if (adds) {
+                    float* const to = added.sums + std::ptrdiff_t(i) * added.width + at;
+                    f_store(to, f_fma(f_from(acc[i][j][h]), step, f_add(f_load(to), middle)));
+                } else {
+                    i_store(products + i * kHalves * kWideLines * 16 + at, acc[i][j][h]);
+                }
             }
         }
     }
@@ -115,12 +181,13 @@ template <Kind kind, int n, int first, int lines, int parts>
 // As `dot_codes`, for all lines from `first` on.
 template <Kind kind, int n, int parts, int first = 0>
 void dot_lines(const std::uint8_t* row, std::size_t row_bytes, const std::int32_t* words, int stride,
-               const Further& further, const std::uint8_t* ahead, std::int32_t* sums) {
+               const Further& further, const std::uint8_t* ahead, const Added& added, std::int32_t* products) {
     constexpr int kMost = std::max(1, kMostSums / (n * kUnitWords<kind> / 2));
     constexpr int kLines = std::min(kMost, kWideLines - first);
-    dot_codes<kind, n, first, kLines, parts>(row, row_bytes, words, stride, further, ahead, sums);
+    dot_codes<kind, n, first, kLines, parts>(row, row_bytes, words, stride, further, ahead, added, products);
     if constexpr (first + kLines < kWideLines) {
-        dot_lines<kind, n, parts, first + kLines>(row, row_bytes, words, stride, further, nullptr, sums);
+        if (ahead != nullptr) ahead += 4 * kWideBytes * kLines / kWideLines * (16 / further.packed);
+        dot_lines<kind, n, parts, first + kLines>(row, row_bytes, words, stride, further, ahead, added, products);
     }
 }
 
@@ -131,6 +198,7 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
     const std::uint8_t* ahead = values.further(at);
     const std::uint8_t* row = values.rows + std::size_t(at) * values.row_bytes;
     const int stride = weights.groups * (kSpan / 2), packed = packed_rows<kind>(width), units = kWideLines / packed;
+    const bool direct = lie_as_products<kind>(width);
     for (int column = 0; column < width; column += kColumns, row += kWideBytes) {
         alignas(64) std::int32_t products[n * kHalves * kWideLines * 16];
         Further further;
@@ -139,13 +207,20 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
         for (int k = 0; k < units; ++k) {
             of_unit[k] = std::min((column + k * kUnitColumns<kind>) / group, weights.groups - 1);
         }
+        Added added{direct ? sums + column : nullptr,
+                    weights.steps + of_unit[0],
+                    weights.middles + of_unit[0],
+                    width,
+                    weights.groups,
+                    {}};
         for (int k = 0; k < kWideLines; ++k) {
+            added.further[k] = of_unit[k % units] - of_unit[0];
             further.words[k] = (of_unit[k % units] - of_unit[0]) * (kSpan / 2) + k / units;
         }
         const std::int32_t* const words = weights.words + of_unit[0] * (kSpan / 2);
         const auto dot = [&]<int parts>() {
-            dot_lines<kind, n, parts>(row, values.row_bytes, words, stride, further, ahead, products);
-            ahead = nullptr;
+            dot_lines<kind, n, parts>(row, values.row_bytes, words, stride, further, ahead, added, products);
+            if (ahead != nullptr) ahead += 4 * kWideBytes * (16 / packed);
         };
         if constexpr (kWideLines == 1) {
             dot.template operator()<1>();
@@ -159,7 +234,7 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
                 dot.template operator()<4>();
             }
         }
-        for (int i = 0; i < n; ++i) {
+        for (int i = 0; i < n && !direct; ++i) {
             for (int h = 0; h < kHalves; ++h) {
                 I x[kWideLines];
                 for (int j = 0; j < kWideLines; ++j) {

@@ -48,6 +48,12 @@ inline Pair pairs_of(const std::int32_t* p, const int* further) {
     if constexpr (parts == 1) return all;
     return _mm256_blend_epi32(all, _mm256_set1_epi32(p[further[1]]), 0xf0);
 }
+// The same for floats.
+template <int parts>
+inline F f_units(const float* p, const int* further) {
+    const __m256 x = _mm256_castsi256_ps(pairs_of<parts>(reinterpret_cast<const std::int32_t*>(p), further));
+    return {x, x};
+}
 // Numbers of 16 bits, those of `high` above those of `low`.
 inline I i_words(I low, I high) {
     return {_mm256_blend_epi16(low.a, _mm256_slli_epi32(high.a, 16), 0xaa),
@@ -100,7 +106,8 @@ inline void zip8(__m256i& even, __m256i& odd) {
 }
 inline void i_zip(I& even, I& odd) {
     zip8(even.a, odd.a), zip8(even.b, odd.b);
-    std::swap(even.b, odd.a);
+    const __m256i second = even.b;
+    even.b = odd.a, odd.a = second;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

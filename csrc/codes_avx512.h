@@ -46,6 +46,11 @@ inline Pair pairs_of(const std::int32_t* p, const int* further) {
     }
     return all;
 }
+// The same for floats.
+template <int parts>
+inline F f_units(const float* p, const int* further) {
+    return _mm512_castsi512_ps(pairs_of<parts>(reinterpret_cast<const std::int32_t*>(p), further));
+}
 // Numbers of 16 bits, those of `high` above those of `low`.
 inline I i_words(I low, I high) { return _mm512_mask_blend_epi16(0xaaaaaaaaU, low, _mm512_slli_epi32(high, 16)); }
 

@@ -20,6 +20,12 @@ inline Pair pairs_of(const std::int32_t* p, const int*) {
     return pair_at(p);
 }
 
+// The same for floats.
+template <int parts>
+inline F f_units(const float* p, const int*) {
+    return f_set(*p);
+}
+
 template <int shift, int mask>
 inline Line l_words(Line x) {
     return l_right(x, shift, mask << 16 | mask);
