@@ -100,7 +100,7 @@ struct Picked {
         std::uint8_t any[kBlockTokens] = {};
         for (int i = 0; i < queries; ++i) {
             const float* const of_query = scores + std::ptrdiff_t(i) * kBlockTokens;
-            for (int t = 0; t < seen; ++t) any[t] |= of_query[t] != -INFINITY;
+            for (int t = 0; t < seen; ++t) any[t] = any[t] != 0 || of_query[t] != -INFINITY;
         }
         count = 0;
         for (int t = 0; t < seen; ++t) {

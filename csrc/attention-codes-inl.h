@@ -111,7 +111,7 @@ struct Codes {
 
     F scale(int group, int at) const { return f_half(scales + 2 * (std::ptrdiff_t(group) * stride + at)); }
     F minimum(int group, int at) const { return f_half(minimums + 2 * (std::ptrdiff_t(group) * stride + at)); }
-    // What n rows from `at` on are followed by, kFetchBytes further on, or null.
+    // What is fetched while the rows from `at` on are multiplied, kFetchBytes further on, or null.
     const std::uint8_t* further(int at) const {
         if (ahead == nullptr) return nullptr;
         const int row = at + std::min(static_cast<int>(kFetchBytes / row_bytes), count);
@@ -119,7 +119,9 @@ struct Codes {
     }
 };
 
-// Fetches a few lines: more at once than a core has under way would wait for each other. Always inline, as `fetch`.
+// Fetches a few lines: more at once than a core has under way would wait for each other. So each step of products
+// fetches as many bytes as it reads. One query over int8 in RAM: 17.7 ns a position, and 21.6 with all lines fetched in
+// the first half of the steps. Always inline, as `fetch`.
 [[gnu::always_inline]] inline void fetch_codes(const std::uint8_t* from, std::size_t nbytes) {
     if (from == nullptr) return;
     for (std::size_t b = 0; b < nbytes; b += 64) fetch<false>(from + b);

@@ -209,7 +209,8 @@ class HeadAttention {
         for (int at = 0; at < std::min(kBlockTokens, last - after); at += runs[n_all++].count) {
             runs[n_all] = run_at(after, std::min(after + kBlockTokens, last), at, kBlockTokens);
         }
-        // What is read next: keys of the runs, values of the runs, keys of the next block.
+        // What is read kFetchBytes after a step: keys of the runs, values of the runs, keys of the next block. Runs are
+        // short where pages are: 2 to 8 KB.
         const int values_steps = chooses() ? 0 : n_runs;
         const auto ahead_of = [&](int step, const Run& run) -> const std::uint8_t* {
             const int rows = static_cast<int>(kFetchBytes / row_bytes_);
@@ -303,18 +304,12 @@ class HeadAttention {
     // Caps query i's scores of a block, and hides those of positions that it does not see. Scores before `lo` were not
     // computed.
     void hide(int i, int start, int end, int lo) {
-        float* const s = block_ + std::ptrdiff_t(i) * kBlockTokens;
-        if (a_.softcap > 0) {
-            for (int t = lo; t < end - start; t += 16) {
-                const F capped = f_tanh(f_mul(f_load(s + t), f_set(1.0F / a_.softcap)));
-                f_store(s + t, f_mul(capped, f_set(a_.softcap)));
-            }
-        }
         const int position = start_ + i / group_;
         const int oldest = a_.window > 0 ? std::max(lo, position - a_.window + 1 - start) : lo;
         const int seen = std::max(0, std::min(end, position + 1) - start);
-        std::fill(s + seen, s + kBlockTokens, -INFINITY);
-        std::fill(s, s + std::min(oldest, kBlockTokens), -INFINITY);
+        float* const scores = block_ + std::ptrdiff_t(i) * kBlockTokens;
+        if (a_.softcap > 0) cap(scores + lo, end - start - lo, a_.softcap);
+        hide_beyond(scores, oldest, seen);
     }
 
     // Turns query i's scores of a block into weights, and shrinks its sums.

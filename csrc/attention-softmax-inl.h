@@ -15,6 +15,20 @@ struct Running {
     float best, weight;
 };
 
+// scores [n] become softcap · tanh(score / softcap).
+inline void cap(float* scores, int n, float softcap) {
+    const F inverse = f_set(1.0F / softcap);
+    for (int i = 0; i < n; i += 16) {
+        f_store(scores + i, f_mul(f_tanh(f_mul(f_load(scores + i), inverse)), f_set(softcap)));
+    }
+}
+
+// Hides the scores of a block outside [oldest, seen).
+inline void hide_beyond(float* scores, int oldest, int seen) {
+    std::fill(scores + seen, scores + kBlockTokens, -INFINITY);
+    std::fill(scores, scores + std::min(oldest, kBlockTokens), -INFINITY);
+}
+
 // As `soften`, where no score so far is a number above -inf.
 [[gnu::noinline]] inline float soften_unseen(float* scores, Running& run) {
     I most_bits = i_zero();

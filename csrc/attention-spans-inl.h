@@ -83,7 +83,8 @@ struct Added {
     const float *steps, *middles;
     int width, groups, further[kWideLines];
 };
-// Whether sums of values lie so until the last position is added, which saves most of a span's shuffles and stores.
+// Whether sums of values lie so until the last position is added, which saves most of a span's shuffles and stores
+// (int4 with 128 columns: 16.0 -> 15.4 ns a position of four queries).
 template <Kind kind>
 constexpr bool lie_as_products(int width) {
     return width % (kWideLines * kUnitColumns<kind>) == 0;
@@ -103,6 +104,34 @@ void order_sums(int width, float* sums) {
         for (int h = 0; h < kHalves; ++h) {
             for (int k = 0; k < kWideLines; ++k) {
                 i_store(reinterpret_cast<std::int32_t*>(sums + k * kUnitColumns<kind> + 16 * h), x[h][k]);
+            }
+        }
+    }
+}
+
+// Adds products of lines from `first` on to sums, or stores them.
+template <int first, int parts, int n, int lines, int halves>
+[[gnu::always_inline]] inline void put_products(const I (&acc)[n][lines][halves], const Added& added,
+                                                std::int32_t* products) {
+    const bool adds = added.sums != nullptr;
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) {
+        F step = f_zero(), middle = f_zero();
+        if (adds) {
+            step = f_units<parts>(added.steps + i * added.groups, added.further);
+            middle = f_units<parts>(added.middles + i * added.groups, added.further);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < lines; ++j) {
+#pragma GCC unroll 2
+            for (int h = 0; h < halves; ++h) {
+                const int at = (h * kWideLines + first + j) * 16;
+                if (adds) {
+                    float* const to = added.sums + std::ptrdiff_t(i) * added.width + at;
+                    f_store(to, f_fma(f_from(acc[i][j][h]), step, f_add(f_load(to), middle)));
+                } else {
+                    i_store(products + i * halves * kWideLines * 16 + at, acc[i][j][h]);
+                }
             }
         }
     }
@@ -154,28 +183,7 @@ template <Kind kind, int n, int first, int lines, int parts>
         words_of.template operator()<0>(), words_of.template operator()<1>();
         row += step_bytes, words += further.packed;
     }
-    const bool adds = added.sums != nullptr;
-#pragma GCC unroll 8
-    for (int i = 0; i < n; ++i) {
-        F step = f_zero(), middle = f_zero();
-        if (adds) {
-            step = f_units<parts>(added.steps + i * added.groups, added.further);
-            middle = f_units<parts>(added.middles + i * added.groups, added.further);
-        }
-#pragma GCC unroll 8
-        for (int j = 0; j < lines; ++j) {
-#pragma GCC unroll 2
-            for (int h = 0; h < kHalves; ++h) {
-                const int at = (h * kWideLines + first + j) * 16;
-                if (adds) {
-                    float* const to = added.sums + std::ptrdiff_t(i) * added.width + at;
-                    f_store(to, f_fma(f_from(acc[i][j][h]), step, f_add(f_load(to), middle)));
-                } else {
-                    i_store(products + i * kHalves * kWideLines * 16 + at, acc[i][j][h]);
-                }
-            }
-        }
-    }
+    put_products<first, parts>(acc, added, products);
 }
 
 // As `dot_codes`, for all lines from `first` on.
@@ -188,6 +196,32 @@ void dot_lines(const std::uint8_t* row, std::size_t row_bytes, const std::int32_
     if constexpr (first + kLines < kWideLines) {
         if (ahead != nullptr) ahead += 4 * kWideBytes * kLines / kWideLines * (16 / further.packed);
         dot_lines<kind, n, parts, first + kLines>(row, row_bytes, words, stride, further, ahead, added, products);
+    }
+}
+
+// Adds products of n queries' columns from `column` on to sums [n, width], which lie in order. of_unit: groups.
+template <Kind kind>
+void add_products(const std::int32_t* products, const RoundedWeights& weights, const int* of_unit, int n, int column,
+                  int width, float* sums) {
+    constexpr int kHalves = kUnitWords<kind> / 2;
+    const int packed = packed_rows<kind>(width), units = kWideLines / packed;
+    for (int i = 0; i < n; ++i) {
+        for (int h = 0; h < kHalves; ++h) {
+            I x[kWideLines];
+            for (int j = 0; j < kWideLines; ++j) {
+                x[j] = i_load(products + ((i * kHalves + h) * kWideLines + j) * 16);
+            }
+            wide_columns(x);
+            for (int k = 0; k < kWideLines / 2 && packed > 1; ++k) x[k] = i_add(x[k], x[k + kWideLines / 2]);
+            for (int k = 0; k < units; ++k) {
+                const int c = column + k * kUnitColumns<kind> + 16 * h;
+                if (c >= width) break;
+                const int g = i * weights.groups + of_unit[k];
+                float* const to = sums + std::ptrdiff_t(i) * width + c;
+                const F sum = f_add(f_load(to), f_set(weights.middles[g]));
+                f_store(to, f_fma(f_from(x[k]), f_set(weights.steps[g]), sum));
+            }
+        }
     }
 }
 
@@ -234,26 +268,7 @@ void blend_codes(const Codes& values, int at, const RoundedWeights& weights, int
                 dot.template operator()<4>();
             }
         }
-        for (int i = 0; i < n && !direct; ++i) {
-            for (int h = 0; h < kHalves; ++h) {
-                I x[kWideLines];
-                for (int j = 0; j < kWideLines; ++j) {
-                    x[j] = i_load(products + ((i * kHalves + h) * kWideLines + j) * 16);
-                }
-                wide_columns(x);
-                if (packed > 1) {
-                    for (int k = 0; k < kWideLines / 2; ++k) x[k] = i_add(x[k], x[k + kWideLines / 2]);
-                }
-                for (int k = 0; k < units; ++k) {
-                    const int c = column + k * kUnitColumns<kind> + 16 * h;
-                    if (c >= width) break;
-                    const int g = i * weights.groups + of_unit[k];
-                    float* const to = sums + std::ptrdiff_t(i) * width + c;
-                    const F sum = f_add(f_load(to), f_set(weights.middles[g]));
-                    f_store(to, f_fma(f_from(x[k]), f_set(weights.steps[g]), sum));
-                }
-            }
-        }
+        if (!direct) add_products<kind>(products, weights, of_unit, n, column, width, sums);
     }
 }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
+
 namespace penstock::PENSTOCK_ISA {
 
 struct F {
@@ -50,22 +52,6 @@ inline F f_div(F x, const F& y) {
 inline F f_fma(const F& x, const F& y, F z) {
     PENSTOCK_LANES z.v[i] += x.v[i] * y.v[i];
     return z;
-}
-inline float from_half(std::uint16_t h) {
-    const std::uint32_t sign = std::uint32_t(h & 0x8000U) << 16, magnitude = h & 0x7fffU;
-    std::uint32_t bits;
-    if (magnitude >= 0x7c00U) {
-        bits = 0x7f800000U | (magnitude & 0x3ffU) << 13;
-    } else if (magnitude >= 0x400U) {
-        bits = (magnitude << 13) + 0x38000000U;
-    } else {  // zero and subnormals: count in units of 2^-24
-        const float value = static_cast<float>(magnitude) * 5.9604644775390625e-8F;
-        std::memcpy(&bits, &value, 4);
-    }
-    bits |= sign;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
 }
 inline F f_half(const void* p) {
     std::uint16_t h[16];
@@ -147,22 +133,6 @@ inline float f_sum(const F& x) {
     float half[8];
     for (int i = 0; i < 8; ++i) half[i] = x.v[i] + x.v[i + 8];
     return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
-}
-inline std::uint16_t to_half(float value) {  // rounds to nearest even; the caller has clamped to ±65504
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const std::uint32_t sign = bits >> 16 & 0x8000U;
-    bits &= 0x7fffffffU;
-    if (bits > 0x7f800000U) return static_cast<std::uint16_t>(sign | 0x7e00U);
-    if (bits < 0x38800000U) {  // below 2^-14: adding 1/2 shifts the mantissa into place and rounds it
-        float magnitude;
-        std::memcpy(&magnitude, &bits, 4);
-        magnitude += 0.5F;
-        std::memcpy(&bits, &magnitude, 4);
-        return static_cast<std::uint16_t>(sign | (bits - 0x3f000000U));
-    }
-    bits += 0xc8000fffU + (bits >> 13 & 1U);
-    return static_cast<std::uint16_t>(sign | bits >> 13);
 }
 inline void f_store_half(void* p, const F& x) {
     std::uint16_t h[16];

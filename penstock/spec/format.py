@@ -88,7 +88,7 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _BITS |= {kind: blocks.low + blocks.high for kind, blocks in BLOCKS.items()}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
-# The limits of formats. The native kernels have the same limits (csrc/kernels.h), and a test compares them.
+# The limits of formats. The native kernels have the same limits (csrc/shapes.h), and a test compares them.
 WEIGHT_GROUP, KV_GROUP = 8, 32  # columns of a group are a multiple of this, for weights and for KV
 LINE_COLUMNS = 32  # columns of a neuron's row are padded to a multiple of this, and its groups are multiples of it
 MOST_GROUP = 1024  # the most columns of a group

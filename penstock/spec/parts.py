@@ -42,7 +42,7 @@ from penstock.units import round_up
 
 GRANULE_ROWS = 64
 WIDE_ROWS = (GRANULE_ROWS, 128, 256)  # neurons that a granule may have
-SUM_NEURONS = 256  # neurons of an FFN that are summed before they are added to the rest (csrc/kernels.h, FfnSum)
+SUM_NEURONS = 256  # neurons of an FFN that are summed before they are added to the rest (csrc/shapes.h, FfnSum)
 # Kinds of parts that always stay where activations are: every step reads them, and they are under 1 % of a model.
 PINNED = ("norms", "router", "edges")
 FFNS = ("ffn", "shared", "experts")  # kinds of parts that are neurons

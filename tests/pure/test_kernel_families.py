@@ -11,8 +11,6 @@ CSRC = Path(__file__).parents[2] / "csrc"
 COPIES = {"amx"}  # copies the table of AVX-512, and adds its own products
 FAMILIES = sorted({file.stem.removeprefix("kernels_") for file in CSRC.glob("kernels_*.cpp")} - COPIES)
 HEADERS = sorted(CSRC.glob("simd_*.h"))
-# Of half floats, where a processor's own instructions do it elsewhere.
-PORTABLE_ALONE = {"to_half", "from_half"}
 # Products of the KV cache's codes: families have a header of their own for them, or this one, and what it is made of.
 LANES = CSRC / "codes_lanes.h"
 LANES_ALONE = {"fours_of", "i_dot_twos"}
@@ -41,4 +39,4 @@ def test_a_header_has_what_kernels_use(header: Path) -> None:
     own = CSRC / header.name.replace("simd", "codes")
     codes, alone = (own, LANES_ALONE) if own.exists() else (LANES, set[str]())
     wanted = names(CSRC / "simd_portable.h") | names(LANES)
-    assert wanted - names(header) - names(codes) - PORTABLE_ALONE - alone == set()
+    assert wanted - names(header) - names(codes) - alone == set()
