@@ -18,6 +18,7 @@ KV = ("int8", "int4", "int8-g32", "int4-g32", "int4-g96", "int8-g512")
 SHAPES = [
     (1, 1, 16, 0, 1, 0), (4, 2, 64, 300, 3, 0), (9, 1, 36, 511, 2, 70), (6, 6, 128, 700, 11, 0), (2, 1, 80, 255, 9, 0),
     (8, 2, 96, 130, 1, 100), (3, 1, 320, 90, 5, 0), (24, 1, 192, 64, 20, 0), (5, 1, 576, 257, 1, 0),
+    (14, 2, 64, 690, 70, 0), (7, 1, 32, 200, 5, 90),
 ]  # fmt: skip
 
 
@@ -99,6 +100,18 @@ def test_damage_stays_visible(isa: str, kv: str) -> None:
     case.q[...] = 0
     k[100, 0, 2], v[100, 0, 2] = np.nan, 0
     case.store(k, v)
+    assert np.isnan(case.natively(isa, 1.0, exact=False)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv", ["int8", "int4", "float32"])
+@pytest.mark.parametrize("start", [0, 256])
+def test_a_block_whose_only_score_is_damaged_stays_visible(isa: str, kv: str, start: int) -> None:
+    case = Case(Attention(2, 1, 64, 0.2, 0.0, 1), start, 1, 1, kv)
+    assert np.isfinite(case.natively(isa, 1.0, exact=False)).all()
+    k = case.k.copy()
+    k[start, 0, 2] = np.nan
+    case.store(k, case.v)
     assert np.isnan(case.natively(isa, 1.0, exact=False)).all()
 
 
