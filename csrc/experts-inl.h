@@ -185,8 +185,8 @@ inline void sum_expert(const Granules& weights, const Matrix& down, int lo, int 
         // Meanwhile the same tiles of the next granule arrive: what follows these tiles is another thread's.
         const std::size_t ahead = g + 1 < weights.count ? weights.stride : 0;
         if (ahead == 0 && next != nullptr) prefetch_run(next, std::size_t(hi - lo) * down.tile_bytes());
-        down_tiles(down, weights.data + std::size_t(g) * weights.stride + down.offset, lo, hi, ahead, hidden, g,
-                   begins ? nullptr : four, four);
+        short_tiles(down, weights.data + std::size_t(g) * weights.stride + down.offset, lo, hi, ahead, hidden, g,
+                    begins ? nullptr : four, four);
         if (!ends) continue;
         columns([&](std::ptrdiff_t at, int count) {
             const F before = g < per_four ? f_zero() : load_some(total + at, count);

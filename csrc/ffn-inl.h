@@ -38,58 +38,6 @@ bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::ui
 
 // ---- few rows: a thread takes whole fours, so that its bytes come in one run ----------------------------------------
 
-// to [real, D] = before [real, D] (null: 0) + x · down, for `tiles` whole tiles of a granule and a panel of n rows, of
-// which `real` are the call's.
-void down_panel(const Matrix& m, const std::uint8_t* block, int tiles, std::size_t ahead, int n, int real,
-                const Operand& x, const float* before, float* to) {
-    const auto run = [&]<int rows>() {
-        if (in_blocks(m.kind)) return dot_short_in_blocks<rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
-        if (m.kind == Kind::kInt8)
-            return dot_short<false, 0, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
-        if (m.group == 64) return dot_short<true, 8, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
-        dot_short<true, 0, rows>(m, block, tiles, ahead, x, real, before, to, m.rows);
-    };
-    switch (n) {
-        case 8:
-            if constexpr (kFewRows == 8) run.template operator()<8>();
-            break;
-        case 6:
-            if constexpr (kFewRows == 8) run.template operator()<6>();
-            break;
-        case 4:
-            return run.template operator()<4>();
-        case 2:
-            return run.template operator()<2>();
-        default:
-            return run.template operator()<1>();
-    }
-}
-
-// to [T, D] = before [T, D] (null: 0) + x · down of a granule, for tiles [lo, hi). The granule's hidden values are laid
-// out in granule `nth` of `hidden`.
-void down_tiles(const Matrix& down, const std::uint8_t* block, int lo, int hi, std::size_t ahead, const Rows& hidden,
-                int nth, const float* before, float* to) {
-    const int whole = hidden.q != nullptr ? std::min(hi, down.rows / kTileRows) : lo;
-    for (int row = 0; row < hidden.count && lo < whole;) {
-        const int n = panel_of(row, hidden.count, hidden.by_unit()).n;
-        const std::ptrdiff_t at = std::ptrdiff_t(row) * down.rows + lo * kTileRows;
-        const Operand operand = hidden.panel(row).at(std::ptrdiff_t(nth) * down.groups() * down.group,
-                                                     std::ptrdiff_t(nth) * down.groups(), n);
-        down_panel(down, block + std::size_t(lo) * down.tile_bytes(), whole - lo, ahead, n,
-                   std::min(n, hidden.count - row), operand, before != nullptr ? before + at : nullptr, to + at);
-        row += n;
-    }
-    for (int tile = std::max(lo, whole); tile < hi; ++tile) {
-        const int column = tile * kTileRows, count = down.rows - column;
-        const auto place = [&](int row) { return std::ptrdiff_t(row) * down.rows + column; };
-        const Tiles one{1, {block + std::size_t(tile) * down.tile_bytes(), 1, 0}, nth};
-        tile_rows(
-            down, one, hidden, 0, hidden.count,
-            [&](int row, int) { return before != nullptr ? load_some(before + place(row), count) : f_zero(); },
-            [&](int row, int, F y) { store_some(to + place(row), y, count); });
-    }
-}
-
 // to [T, D] = the sum over the granules of a four. Hidden values are laid out in granule `nth` of `hidden`, which only
 // this thread uses.
 void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, const Rows& hidden, int nth,
@@ -99,7 +47,7 @@ void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, con
     for (int g = four.lo; g < four.hi; ++g) {
         const std::uint8_t* granule = weights.data + std::size_t(g) * weights.stride;
         if (!hidden_of(shape, granule, granule + down.offset, x, hidden, nth, zeros.at(0, g))) continue;
-        down_tiles(down, granule + down.offset, 0, down.tiles(), kAhead, hidden, nth, before, to);
+        short_tiles(down, granule + down.offset, 0, down.tiles(), kAhead, hidden, nth, before, to);
         before = to;
     }
     if (before != to) begin_sum(before, std::size_t(x.count) * std::size_t(down.rows), to);

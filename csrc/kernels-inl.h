@@ -9,6 +9,7 @@
 #include "activation-inl.h"
 #include "input-inl.h"
 #include "kernels.h"
+#include "short-inl.h"
 #include "tile-inl.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -120,50 +121,46 @@ bool head(Pool& pool, const HeadOp& op) {
     return done;
 }
 
-// Computes this thread's tiles of `sum` [count, rows of m]. With few rows it goes granule by granule, so that weights
-// are read in the order in which they lie. With many rows a tile's sums stay in registers over all granules. Either way
-// the terms of a sum are added in the same order.
+// Computes this thread's tiles of `sum` [count, rows of m], of few rows: granule by granule, so that weights are read
+// in the order in which they lie.
+void accumulate_few(const Granules& weights, const Matrix& m, const Rows& x, int lo, int hi, float* sum, bool first) {
+    // Where a thread's part of a granule is short (KV heads of a small model), the bytes kAhead further on are not its
+    // own. Then it fetches its tiles of the next granule, else the first bytes of these when it comes to its last ones.
+    const bool is_short = std::size_t(hi - lo) * m.tile_bytes() <= 2 * kAhead;
+    for (int g = 0; g < weights.count; ++g) {
+        const std::uint8_t* const block = weights.data + std::size_t(g) * weights.stride + m.offset;
+        if (!is_short && g + 1 < weights.count) {
+            prefetch_run(block + weights.stride + std::size_t(lo) * m.tile_bytes());
+        }
+        short_tiles(m, block, lo, hi, is_short ? weights.stride : kAhead, x, g, first && g == 0 ? nullptr : sum, sum);
+    }
+}
+
+// Computes this thread's tiles of `sum` [count, rows of m]. Few rows go granule by granule. With many rows a tile's
+// sums stay in registers over all granules. Either way the terms of a sum are added in the same order.
 void accumulate_share(const Team& team, const Granules& weights, const Matrix& m, const Rows& x, float* sum,
                       bool first) {
     const Cuts cuts(m, x.count);
     const auto [lo, hi] = team.share(cuts.per_granule);
     if (lo == hi) return;
-    const bool few = x.count <= kFewRows;
-    const int together = few ? 1 : weights.count;
-    // A thread's part of a granule may be short (KV heads of a small model). Then the bytes kAhead further on are not
-    // its own. So it fetches the cuts that it takes next, or its tiles of the next granule.
-    const bool short_tiles = std::size_t(cuts.width) * m.tile_bytes() <= kAhead;
-    const int cuts_ahead = static_cast<int>(kAhead / (std::size_t(cuts.width) * m.tile_bytes())) + 1;
-    for (int g = 0; g < weights.count; g += together) {
-        for (int cut = lo; cut < hi; ++cut) {
-            Tiles tiles = cuts.tiles_of(weights, m, g * cuts.per_granule + cut);
-            tiles.granule = g, tiles.series.count = together;
-            if (few && short_tiles) {
-                tiles.series.ahead = 0;
-                const int later = cut + cuts_ahead - lo, next = g + later / (hi - lo);
-                if (next < weights.count) {
-                    const int later_cut = next * cuts.per_granule + lo + later % (hi - lo);
-                    const Tiles later_tiles = cuts.tiles_of(weights, m, later_cut);
-                    prefetch_run(later_tiles.series.first, std::size_t(later_tiles.count) * m.tile_bytes());
-                }
-            } else if (few && cut + 1 == hi && g + 1 < weights.count) {
-                prefetch_run(cuts.tiles_of(weights, m, (g + 1) * cuts.per_granule + lo).series.first);
-            } else if (!few && weights.count > 1) {
-                tiles.series.ahead = weights.stride;
-            }
-            if (!few && cut + 1 < hi) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
-            const int column = cuts.tile(cut) * kTileRows;
-            const auto place = [&](int row, int tile) {
-                return sum + std::ptrdiff_t(row) * m.rows + column + tile * kTileRows;
-            };
-            const auto count = [&](int tile) { return m.rows - column - tile * kTileRows; };
-            tile_rows(
-                m, tiles, x, 0, x.count,
-                [&](int row, int tile) {
-                    return first && g == 0 ? f_zero() : load_some(place(row, tile), count(tile));
-                },
-                [&](int row, int tile, F y) { store_some(place(row, tile), y, count(tile)); });
-        }
+    if (x.count <= kFewRows) {
+        const int end = std::min(cuts.tile(hi - 1) + cuts.width, m.tiles());
+        return accumulate_few(weights, m, x, cuts.tile(lo), end, sum, first);
+    }
+    for (int cut = lo; cut < hi; ++cut) {
+        Tiles tiles = cuts.tiles_of(weights, m, cut);
+        tiles.granule = 0, tiles.series.count = weights.count;
+        if (weights.count > 1) tiles.series.ahead = weights.stride;
+        if (cut + 1 < hi) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
+        const int column = cuts.tile(cut) * kTileRows;
+        const auto place = [&](int row, int tile) {
+            return sum + std::ptrdiff_t(row) * m.rows + column + tile * kTileRows;
+        };
+        const auto count = [&](int tile) { return m.rows - column - tile * kTileRows; };
+        tile_rows(
+            m, tiles, x, 0, x.count,
+            [&](int row, int tile) { return first ? f_zero() : load_some(place(row, tile), count(tile)); },
+            [&](int row, int tile, F y) { store_some(place(row, tile), y, count(tile)); });
     }
 }
 

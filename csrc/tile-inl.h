@@ -102,33 +102,6 @@ void dot_int8(const Matrix& m, const Series& series, const Operand& x, Sums<n, k
     out = sums;
 }
 
-// to [n, tiles · 16] = before (null: 0) + x · a granule of `tiles` tiles. Rows of `to` and `before` are `stride` floats
-// apart. This is for short tiles, for which the work of `tile_rows` at each tile's beginning and end is most of all
-// work: an FFN of one row in cache reads 181 GB/s of weights this way, and 51 through `tile_rows`. Tiles are taken one
-// after the other: two or four at once would read out of the order in which bytes lie. While a byte is used, the byte
-// `ahead` bytes after it is fetched. `to` and `before` have `real` of the panel's n rows.
-template <bool int4, int kLines, int n>
-void dot_short(const Matrix& m, const std::uint8_t* p, int tiles, std::size_t ahead, const Operand& x, int real,
-               const float* before, float* to, std::ptrdiff_t stride) {
-    const int groups = m.groups();
-    const std::size_t next = m.tile_bytes(), group_bytes = next / std::size_t(groups);
-    const auto fetch = [&](const std::uint8_t* at) { prefetch(at + ahead, false); };
-    for (int tile = 0; tile < tiles; ++tile, p += next, to += kTileRows) {
-        Sums<n, 1> sums;
-        for (int r = 0; r < n; ++r) {
-            sums.at[r][0] = before != nullptr && r < real ? f_load(before + r * stride) : f_zero();
-        }
-        if (before != nullptr) before += kTileRows;
-        for (int j = 0; j < groups; ++j) {
-            add_group<int4, kLines>(m, p + std::size_t(j) * group_bytes, next, fetch, x.q + j * m.group * n,
-                                    x.scale + j * n, x.sum + j * n, sums);
-        }
-        for (int r = 0; r < n; ++r) {
-            if (r < real) f_store(to + r * stride, sums.at[r][0]);
-        }
-    }
-}
-
 // As dot_int8, but with activations that are not rounded: sums += Σ groups: (Σ code · x) · scale + minimum · x_sum.
 template <bool int4, int n>
 void dot_exact(const Matrix& m, const Series& series, const Operand& x, Sums<n, 1>& out) {
