@@ -177,16 +177,22 @@ def _predictors(result: Mapping[str, Any], picture: str) -> str:
         "\n## Predictors by sparsity and skew (Figure 9)\n",
         "Each layer's predictor after training, which asks for a recall and takes the rank with which a token reads the"
         " fewest bytes. *fire*: of the layer's neurons, for a token. *make 80 %*: so many neurons, the hottest first,"
-        " make 80 % of the layer's activations: the fewer, the more skewed.\n",
+        " make 80 % of the layer's activations: the fewer, the more skewed. *ahead*: trained to hear the layer before"
+        " (`train-predictors --ahead`), where there is one.\n",
         f"![parameters of predictors by sparsity]({picture})\n",
-        "| model, layer | fire | make 80 % | rank | parameters | recall | called active | false alarms |",
-        "|---" * 8 + "|",
+        "| model, layer | fire | make 80 % | rank | parameters | recall | called active | false alarms | ahead: rank"
+        " | recall | called active | false alarms |",
+        "|---" * 12 + "|",
     ]
+    ahead = {
+        (name, layer["layer"]): f"{layer['rank']} | {_calls(layer)}"
+        for name, found in models.items()
+        for layer in (found or {}).get("ahead", {}).get("layers", ())
+    }
     for name, layer in _layers(result):
         lines.append(
             f"| {name} {layer['layer']} | {layer['fires']:.1%} | {layer['makes']:.1%} | {layer['rank']}"
-            f" | {layer['weights'] / 1e3:.0f} k | {layer['recall']:.1%} | {layer['active']:.1%}"
-            f" | {layer['false_alarms']:.1%} |"
+            f" | {layer['weights'] / 1e3:.0f} k | {_calls(layer)} | {ahead.get((name, layer['layer']), ' | | |')} |"
         )
     rows = [(name, found) for name, found in models.items() if found is not None]
     rows += [(f"{name}, one layer ahead", found["ahead"]) for name, found in rows if "ahead" in found]
@@ -197,6 +203,10 @@ def _predictors(result: Mapping[str, Any], picture: str) -> str:
             f" {found['agree']:.1%}). {found['skipped_share']:.0%} of the FFNs' bytes are left out, their own deducted."
         )
     return "\n".join(lines) + "\n"
+
+
+def _calls(layer: Mapping[str, Any]) -> str:
+    return f"{layer['recall']:.1%} | {layer['active']:.1%} | {layer['false_alarms']:.1%}"
 
 
 def _layers(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
