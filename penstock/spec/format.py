@@ -85,6 +85,7 @@ from penstock.spec.blocks import TILE_ROWS as TILE_ROWS
 from penstock.units import round_up
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
+_ASKED = tuple(_BITS)  # what users may ask for; the others are those of files
 _BITS |= {kind: blocks.low + blocks.high for kind, blocks in BLOCKS.items()}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
@@ -114,7 +115,7 @@ class Format:
 
     def __post_init__(self) -> None:
         if self.kind not in _BITS:
-            raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_BITS)}")
+            raise BadRequest(f"unknown number format {self.kind!r}: there are {', '.join(_ASKED)}")
         if self.in_blocks and (self.group != GROUP or self.neurons):
             raise BadRequest(f"{self.kind} has groups of {GROUP} columns, and does not lie neuron by neuron")
         if self.is_quantised and (self.group < WEIGHT_GROUP or self.group % WEIGHT_GROUP or self.group > MOST_GROUP):

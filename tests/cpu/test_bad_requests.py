@@ -65,7 +65,7 @@ FLAGS = [
     ("--weights q4_k-g64", "only int8 and int4 have groups"),
     ("--weights q4_k-neurons", "does not lie neuron by neuron"),
     ("--kv q4_0", "a KV cache in q4_0"),
-    ("--kv nonsense", "unknown number format 'nonsense'"),
+    ("--kv nonsense", "unknown number format 'nonsense': there are float32, bfloat16, float16, int8, int4"),
     ("--kv int4-g24", "its groups should be multiples of 32"),
     ("--kv int8-g8", "a KV cache in int8-g8"),
     ("--objective speed", "latency or throughput"),
