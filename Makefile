@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 TYPED := penstock bench
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
-SANITIZED := $(wildcard tests/cpu/test_native*.py) $(addprefix tests/cpu/test_,kv_cache.py rounded_attention.py chosen_natively.py neurons.py)
+SANITIZED := $(wildcard tests/cpu/test_native*.py) $(addprefix tests/cpu/test_,kv_cache.py rounded_attention.py chosen_natively.py)
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
