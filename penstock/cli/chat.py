@@ -278,7 +278,7 @@ def typed_lines(folder: Path) -> Iterator[Iterator[str]]:
     with suppress(OSError):
         readline.read_history_file(file)
     try:
-        yield _lines(input)
+        yield _lines(input, readline.get_line_buffer)
     finally:
         readline.set_history_length(_HISTORY_LINES)
         with suppress(OSError):
@@ -290,13 +290,21 @@ def typed_lines(folder: Path) -> Iterator[Iterator[str]]:
                 os.umask(before)
 
 
-def _lines(ask: Callable[[str], str]) -> Iterator[str]:
+def _lines(ask: Callable[[str], str], typed: Callable[[], str] = str) -> Iterator[str]:
+    """What is asked for until its end. `typed`: the line so far, where Ctrl-C ended it. A line that has something in it
+    is left out then. Raises KeyboardInterrupt for an empty one."""
     while True:
         try:
-            yield ask("> ")
+            line = ask("> ")
+        except KeyboardInterrupt:
+            if not typed():
+                raise
+            print(flush=True)
+            continue
         except EOFError:
             print(file=sys.stderr)
             return
+        yield line
 
 
 def _ask_on_stderr(prompt: str) -> str:

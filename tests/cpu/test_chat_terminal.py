@@ -132,6 +132,12 @@ def test_a_whole_session(folder: Path, tmp_path: Path) -> None:
         chat.ready("the answer was ended")
         chat.keep("Ctrl-C ends an answer")
 
+        chat.clear()
+        chat.process.send("half a line")
+        chat.until(lambda lines: lines[-1] == "> half a line", "half a line")
+        chat.process.sendintr()
+        chat.ready("half a line")  # it is left, and the chat goes on
+
         chat.say("/set max_tokens 20", "/set")
         chat.say("And then?", "tok/s")
         chat.say("/last", "tokens of answer")
