@@ -50,6 +50,7 @@ class AskedUnits:
             u: RecentRecords(units[u].recent_slots, *self._plan.unit_rows(units[u])) for u in self._layout.recent
         }
         self._recalls: dict[int, ops.Recall] = {}  # by the unit's number, of layers at hand
+        self._ahead = {each.layer for each in self._plan.predictors if each.hears < each.layer}
         self._waiting: deque[Call] = deque()  # reads that wait for room
         self._taken: set[int] = set()  # turns whose room has a read that is not computed on yet
 
@@ -81,7 +82,7 @@ class AskedUnits:
             recent = self._recent.get(u)
             held, missing = recent.ask(live) if recent is not None else (b"", live)
             runs = records.runs(missing, part.granule_rows, self._plan.hole_bytes)
-            pick = ops.Pick(self._layout.asked[u], runs, asks)
+            pick = ops.Pick(self._layout.asked[u], runs, asks, foretold and layer in self._ahead)
             nbytes = sum(hi - lo for lo, hi in runs)
             self._waiting.append(Call(pick, u, None, part.kinds(), nbytes, 0))
             yield from self._begin()  # the disk reads while what follows is decided

@@ -272,7 +272,11 @@ def test_golden_asked(ahead: int) -> None:
     for position in (3, 4):
         for task in lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), lambda _: [[1, 70, 191]]):
             tasks.append(task)
-            asked += [call.unit for call in task.calls if call.op == "pick"]
+            picks = [call for call in task.calls if call.op == "pick"]
+            asked += [call.unit for call in picks]
+            for call in picks:
+                assert isinstance(call.operands, ops.Pick)
+                assert call.operands.follows == (ahead == 1 and not units[call.unit].part.startswith("0."))
     verify(tasks, plan.arenas, plan.units)
     assert asked == 2 * [u for u, unit in enumerate(units) if unit.asked]
     check_golden(f"asked_{'ahead' if ahead else 'own'}", dump(tasks, plan))

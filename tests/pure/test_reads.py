@@ -8,7 +8,9 @@ import pytest
 
 from penstock.errors import BadRequest
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import Pick
 from penstock.graph.passes import decode
+from penstock.graph.tasks import Call, Slot
 from penstock.models import spec_from_config
 from penstock.planner.cost import Cost
 from penstock.planner.reads import on_disks, with_reads
@@ -16,7 +18,8 @@ from penstock.planner.solve import solve
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
-from penstock.spec.machine import USUAL_READS, Reads, experts_in_flight
+from penstock.spec.machine import PICKS_IN_FLIGHT, USUAL_READS, Rate, Reads, experts_in_flight
+from penstock.spec.places import DISK
 from penstock.units import KIB, MIB
 from tests.pure.machine import LLAMA_1B, MACHINE
 from tests.pure.real_models import BY_NAME
@@ -98,3 +101,15 @@ def test_a_second_disk_slows_the_processor_as_the_first_does() -> None:
     cost = Cost(shared)
     assert cost.factor("host", frozenset({"disk1"})) == 1.5 == cost.factor("host", frozenset({"disk0", "disk1"}))
     assert cost.factor("disk1", frozenset({"host"})) == 1.2
+
+
+@pytest.mark.parametrize("runs", [1, 64, 128, 320])
+def test_reads_of_records_that_follow_others_take_their_share_of_a_round(runs: int) -> None:
+    """Of PICKS_IN_FLIGHT reads that share one alpha_s. Reads that find the disk idle take one at least."""
+    machine = replace(MACHINE, rates=(*MACHINE.rates, Rate("disk0", "pick", "*", 1e-3, 1e-9)))
+    cost, other_s = Cost(machine), machine.overhead_s(DISK.reads, "call")
+    for follows, least in ((True, 0), (False, 1)):
+        pick = Pick(Slot("host.asked", 0, 1 << 30), ((0, 4096),) * runs, (), follows)
+        fixed_s, bytes_s = cost.call_parts_s(DISK.reads, Call(pick, 0, None, "int4", 4096 * runs, 0))
+        assert fixed_s == pytest.approx(max(least, runs / PICKS_IN_FLIGHT) * 1e-3 + other_s)
+        assert bytes_s == pytest.approx(4096 * runs * 1e-9)
