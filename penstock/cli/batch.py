@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from penstock.cli.loading import loaded, packed_model
+from penstock.cli.batch_told import ShownBatch, counts, report, report_of_nodes, say_done
+from penstock.cli.loading import loaded, loading, packed_model
 from penstock.cli.options import (
     MODEL_HELP,
     CacheLimit,
@@ -28,19 +29,16 @@ from penstock.cli.options import (
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, MOST_SEQUENCES, value_share
-from penstock.spec.places import is_disk
-from penstock.units import MIB, format_left, format_rate, format_seconds
+from penstock.units import MIB, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.runtime.host import Progress
-    from penstock.serve.batch.answering import Done
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
-    from penstock.serve.batch.nodes import NodeWork
     from penstock.serve.batch.survey import Survey
-    from penstock.serve.engine import Engine
-    from penstock.serve.loading import Loading
+    from penstock.serve.source import Source
+    from penstock.serve.tokenizer import Tokenizer
     from penstock.spec.ask import Ask
+    from penstock.spec.plan import Plan
 
 _LIBRARY_BYTES = 32 * MIB  # pydantic, which reads requests, and prompts that wait (`answering`)
 
@@ -99,210 +97,195 @@ def batch(
     work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     source = packed_model(model, weights, machine, cache_limit, chat=True)
-    from penstock.serve.batch.answering import BatchRun
-    from penstock.serve.batch.foretelling import foretell
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
-    from penstock.serve.batch.nodes import NodeWork
-    from penstock.serve.batch.sizing import best_ask
-    from penstock.serve.batch.survey import survey
-    from penstock.serve.planning import describe
     from penstock.serve.tokenizer import Tokenizer
-    from penstock.store.predictors import model_sha256
 
-    spec, _ = describe(source.folder, verify=not machine.no_verify)
-    context = min(work.named_context or spec.max_positions, spec.max_positions)
-    if plan is not None:
-        context = min(context, plan.context)
-    names = tuple(dict.fromkeys(map(_utf8, (name, model) if name else (model, Path(model).name))))
-    kv = [home.format.name for home in plan.kv] if plan is not None else work.kv
-    sparsity = plan.sparsity if plan is not None else work.sparsity
-    share = plan.value_share if plan is not None else value_share(work.attention)
-    asked_of = [model_sha256(source.folder), names[0], context, max_tokens, kv, sparsity, machine.exact, machine.device]
-    asked_of += [share] if share < 1 else []  # a file that was begun without it is gone on with
+    terms = _Terms.of(source, work, machine, plan, names=_names(model, name), max_tokens=max_tokens)
     with (
-        closing(Lines(as_path(requests), repr(asked_of))) as lines,
+        closing(Lines(as_path(requests), repr(terms.key(source, machine)))) as lines,
         closing(Journal(out, lines)) as journal,
         closing(Tokenizer.open(source.folder, machine.host_memory_bytes, not machine.no_verify)) as tokenizer,
     ):
-        before = len(journal.done)
-        if before:
-            note(f"{before} of {len(lines)} lines were answered before")
-        with progress() as tell:
-            surveyed = survey(lines, journal, names, tokenizer, max_tokens, context, tell)
-        if refused := len(journal.done) - before:
-            note(f"{refused} lines cannot be answered: OUT says why")
+        job = _Job(source, machine, work, terms, lines, journal, tokenizer, before=len(journal.done))
+        surveyed = job.survey()
         if not surveyed.todo:
             note(f"all {len(lines)} lines are done")
-            if as_json:
-                print_json(_counts(None, refused, before, len(lines)))
-            return
-        ask = _ask(work, machine, surveyed, context)
-        if nodes is not None:
-            how = replace(_loading(machine, _beside(surveyed, lines, tokenizer), 0), cache=machine.named_cache)
-            where = str(Path(model).absolute()) if Path(model).exists() else model
-            sha256 = model_sha256(source.folder)
-            there = NodeWork(where, weights, sha256, ask, how, names, max_tokens, -(-surveyed.answers // nodes))
-            _over_nodes(there, lines, journal, surveyed, nodes, (refused, before), as_json)
-            return
-        beside: dict[str, Any] = {"tokenizer": tokenizer, **_beside(surveyed, lines, tokenizer)}
+            result = counts(None, job.refused(), job.before, len(lines))
+        elif nodes is not None:
+            result = _over_nodes(job, surveyed, model, weights, nodes, quiet=as_json)
+        else:
+            result = _here(job, surveyed, plan, quiet=as_json)
+        if as_json:
+            print_json(result)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What decides how lines are answered, beside the lines.
+
+    names       by which lines may call the model; answers bear the first one
+    context     the most tokens of a sequence
+    max_tokens  of an answer whose line names no length
+    kv          formats of keys and values, of the plan or as asked
+    sparsity    of the plan, or as asked
+    share       of the positions whose values attention adds up; 1.0 for all
+    """
+
+    names: tuple[str, ...]
+    context: int
+    max_tokens: int
+    kv: list[str] | str | None
+    sparsity: str | None
+    share: float
+
+    @classmethod
+    def of(
+        cls, source: Source, work: BatchWorkload, machine: Machine, plan: Plan | None, *, names: tuple[str, ...],
+        max_tokens: int,
+    ) -> _Terms:  # fmt: skip
+        """A plan that the user gave decides instead of flags."""
+        from penstock.serve.planning import describe
+
+        most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
+        context = min(work.named_context or most, most)
         if plan is None:
+            return cls(names, context, max_tokens, work.kv, work.sparsity, value_share(work.attention))
+        kv = [home.format.name for home in plan.kv]
+        return cls(names, min(context, plan.context), max_tokens, kv, plan.sparsity, plan.value_share)
+
+    def key(self, source: Source, machine: Machine) -> list[Any]:
+        """OUT is gone on with only under the same key. The share stands in it only below 1, so that a file goes on that
+        was begun before shares existed."""
+        from penstock.store.predictors import model_sha256
+
+        what = [model_sha256(source.folder), self.names[0], self.context, self.max_tokens, self.kv, self.sparsity]
+        return [*what, machine.exact, machine.device, *([self.share] if self.share < 1 else [])]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One run of the command, with its files open. `before`: how many lines had an answer when it began."""
+
+    source: Source
+    machine: Machine
+    work: BatchWorkload
+    terms: _Terms
+    lines: Lines
+    journal: Journal
+    tokenizer: Tokenizer
+    before: int
+
+    def survey(self) -> Survey:
+        """Reads all lines, and writes an error for each that cannot be answered."""
+        from penstock.serve.batch.survey import survey
+
+        if self.before:
+            note(f"{self.before} of {len(self.lines)} lines were answered before")
+        terms = self.terms
+        with progress() as tell:
+            surveyed = survey(
+                self.lines, self.journal, terms.names, self.tokenizer, terms.max_tokens, terms.context, tell
+            )
+        if refused := self.refused():
+            note(f"{refused} lines cannot be answered: OUT says why")
+        return surveyed
+
+    def refused(self) -> int:
+        """Before the first answer is written: how many lines got an error from the survey."""
+        return len(self.journal.done) - self.before
+
+    def ask(self, surveyed: Survey) -> Ask:
+        """The ask for answers of average length, which share KV pages as each grows. More context than the longest of
+        them needs is of no use, so with `--context -1` it does not grow either."""
+        from penstock.serve.batch.sizing import of_size
+
+        ask = self.work.ask(self.machine, surveyed.prompt_tokens, surveyed.output_tokens)
+        scored = DEFAULT_SCORE_ROWS if surveyed.scores else 0
+        context = min(self.terms.context, surveyed.longest)
+        ask = replace(ask, context=context, grow_context=False, score_rows=scored)
+        return of_size(ask, min(self.work.batch, surveyed.answers, MOST_SEQUENCES))
+
+    def beside(self, surveyed: Survey) -> dict[str, int]:
+        """Memory that the process takes beside the model, in the words of `Loading`."""
+        from penstock.serve.batch.lines import LINE_BYTES
+        from penstock.serve.guides import guide_bytes, has_guides
+
+        guide = guide_bytes(self.tokenizer.size) if surveyed.schemas and has_guides() else 0
+        return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(self.lines) + guide, "guide_bytes": guide}
+
+    def say_left(self) -> None:
+        left, count = len(self.lines) - len(self.journal.done), len(self.lines)
+        note(f"{left} of {count} lines are left: the same command goes on with them")
+
+
+def _here(job: _Job, surveyed: Survey, plan: Plan | None, quiet: bool) -> dict[str, Any]:
+    """Answers by one engine on this machine, and says how it went unless `quiet`. Returns the result as JSON."""
+    from penstock.serve.batch.answering import BatchRun
+    from penstock.serve.batch.foretelling import foretell
+    from penstock.serve.batch.sizing import best_ask
+
+    ask, refused = job.ask(surveyed), job.refused()
+    beside: dict[str, Any] = {"tokenizer": job.tokenizer, **job.beside(surveyed)}
+    if plan is None:
+        with_source = {**beside, "beside_bytes": beside["beside_bytes"] + job.source.beside_bytes}
+        with progress() as tell:
+            ask = best_ask(ask, surveyed, job.source.folder, loading(job.machine, **with_source), tell)
+    with loaded(job.source, ask, job.machine, plan, **beside) as engine:
+        places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+        with progress() as tell:
+            foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, surveyed.todo, tell)
+        takes = format_seconds(foretold.seconds)
+        note(f"{surveyed.answers} answers, {places} at once, are predicted to take {takes}")
+        try:
             with progress() as tell:
-                ask = best_ask(ask, surveyed, source.folder, _loading(machine, beside, source.beside_bytes), tell)
-        with loaded(source, ask, machine, plan, **beside) as engine:
-            places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-            with progress() as tell:
-                foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, surveyed.todo, tell)
-            takes = format_seconds(foretold.seconds)
-            note(f"{surveyed.answers} answers, {places} at once, are predicted to take {takes}")
-            try:
-                with progress() as tell:
-                    shown = _ShownBatch(tell, surveyed.answers)
-                    done = BatchRun(engine, lines, journal, names, max_tokens, foretold, shown.tell).run(surveyed)
-            except KeyboardInterrupt:
-                _say_left(lines, journal)
-                raise
-            _report(engine, done, refused, before, places, len(lines), as_json)
+                shown = ShownBatch(tell, surveyed.answers)
+                run = BatchRun(
+                    engine, job.lines, job.journal, job.terms.names, job.terms.max_tokens, foretold, shown.tell
+                )
+                done = run.run(surveyed)
+        except KeyboardInterrupt:
+            job.say_left()
+            raise
+        if not quiet:
+            say_done(done)
+        return report(engine, done, places, counts(done, refused, job.before, len(job.lines)))
 
 
 def _over_nodes(
-    there: NodeWork, lines: Lines, journal: Journal, surveyed: Survey, nodes: int, earlier: tuple[int, int],
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Answers by engines on several machines, and prints the result. `earlier`: how many lines were refused, and how
-    many were done before."""
-    from penstock.serve.batch.nodes import Told, answer
+    job: _Job, surveyed: Survey, model: str, weights: str | None, nodes: int, quiet: bool
+) -> dict[str, Any]:
+    """Answers by engines on several machines, and says how it went unless `quiet`. Returns the result as JSON."""
+    from penstock.serve.batch.nodes import NodeWork, Told, answer
+    from penstock.store.predictors import model_sha256
 
-    told, start_s = Told(), time.perf_counter()
+    how = replace(loading(job.machine, **job.beside(surveyed)), cache=job.machine.named_cache)
+    where = str(Path(model).absolute()) if Path(model).exists() else model
+    work = NodeWork(
+        where, weights, model_sha256(job.source.folder), job.ask(surveyed), how, job.terms.names,
+        job.terms.max_tokens, -(-surveyed.answers // nodes),
+    )  # fmt: skip
+    told, start_s, refused = Told(), time.perf_counter(), job.refused()
     with progress() as tell:
 
-        def hear(counts: dict[str, Any]) -> None:
-            told.add(counts)
+        def hear(block: dict[str, Any]) -> None:
+            told.add(block)
             rate = told.tokens.output / (time.perf_counter() - start_s)
             tell(f"{rate:.3g} tok/s; answers", told.answers, surveyed.answers)
 
         try:
-            answer(there, lines, journal, surveyed, nodes, hear)
+            answer(work, job.lines, job.journal, surveyed, nodes, hear)
         except KeyboardInterrupt:
-            _say_left(lines, journal)
+            job.say_left()
             raise
     seconds = time.perf_counter() - start_s
-    rate = told.tokens.output / seconds
-    if not as_json:
+    if not quiet:
+        rate = told.tokens.output / seconds
         note(f"{told.answers} answers, {told.tokens.output} tokens in {format_seconds(seconds)}: {rate:.3g} tok/s")
-        return
-    refused, before = earlier
-    print_json(
-        _counts(None, refused + told.failed, before, len(lines))
-        | {
-            "prompts": told.lines, "answers": told.answers, "prompt_tokens": told.tokens.prompt,
-            "cached_tokens": told.tokens.cached, "output_tokens": told.tokens.output, "seconds": seconds,
-            "generation_tokens_per_s": rate, "decode_tokens_per_s": nodes * told.decode_tokens_per_s,
-            "bytes_moved": told.bytes_moved, "peak_host_bytes": told.peak_host_bytes,
-            "peak_device_bytes": told.peak_device_bytes,
-        }
-    )  # fmt: skip
+    return report_of_nodes(told, nodes, seconds, counts(None, refused + told.failed, job.before, len(job.lines)))
 
 
-def _say_left(lines: Lines, journal: Journal) -> None:
-    note(f"{len(lines) - len(journal.done)} of {len(lines)} lines are left: the same command goes on with them")
-
-
-def _ask(work: BatchWorkload, machine: Machine, surveyed: Survey, context: int) -> Ask:
-    """The ask for answers of average length, which share KV pages as each grows. More context than the longest of them
-    needs is of no use, so with `--context -1` it does not grow either."""
-    from penstock.serve.batch.sizing import of_size
-
-    ask = work.ask(machine, surveyed.prompt_tokens, surveyed.output_tokens)
-    scored = DEFAULT_SCORE_ROWS if surveyed.scores else 0
-    ask = replace(ask, context=min(context, surveyed.longest), grow_context=False, score_rows=scored)
-    return of_size(ask, min(work.batch, surveyed.answers, MOST_SEQUENCES))
-
-
-def _loading(machine: Machine, beside: dict[str, Any], more_bytes: int) -> Loading:
-    """How the model is loaded. `more_bytes`: memory that the process takes beyond `beside`."""
-    from penstock.serve.loading import Loading
-
-    how: dict[str, Any] = {"threads": machine.threads, "exact": machine.exact, "verify": not machine.no_verify}
-    how["kernels"] = machine.isa
-    beside = {**beside, "beside_bytes": beside["beside_bytes"] + more_bytes}
-    return Loading(device=machine.device, cache=machine.cache_folder, **how, **beside)
-
-
-def _utf8(name: str) -> str:
-    """A model's name for answers. Bytes of it that are no UTF-8 are replaced."""
-    return name.encode(errors="replace").decode()
-
-
-def _beside(surveyed: Survey, lines: Lines, tokenizer: Any) -> dict[str, int]:
-    """Memory that the process takes beside the model."""
-    from penstock.serve.batch.lines import LINE_BYTES
-    from penstock.serve.guides import guide_bytes, has_guides
-
-    guide = guide_bytes(tokenizer.size) if surveyed.schemas and has_guides() else 0
-    return {"beside_bytes": _LIBRARY_BYTES + LINE_BYTES * len(lines) + guide, "guide_bytes": guide}
-
-
-class _ShownBatch:
-    """Shows how far a batch is. `answers`: of the whole."""
-
-    def __init__(self, tell: Progress, answers: int) -> None:
-        self._tell, self._answers = tell, answers
-
-    def tell(self, done: Done) -> None:
-        parts = ["answers", f"{done.generation_tokens_per_s:.3g} tok/s"]
-        moved = sum(count for lane, count in done.bytes_moved.items() if is_disk(lane))
-        if moved and done.seconds:
-            parts.append(f"disk {format_rate(moved / done.seconds)}")
-        left_s = done.foretold.left_s(done.answers)
-        at_pace_s = done.foretold.left_at_pace_s(done.answers, done.seconds)
-        promised = f"promised {format_left(left_s)}"
-        parts.append(promised if at_pace_s is None else f"{format_left(at_pace_s)} left ({promised})")
-        self._tell(", ".join(parts), done.answers, self._answers)
-
-
-def _report(engine: Engine, done: Done, refused: int, before: int, places: int, lines: int, as_json: bool) -> None:
-    plan = engine.plan
-    if not as_json:
-        note(
-            f"{done.answers} answers, {done.tokens.output} tokens in {format_seconds(done.seconds)} (predicted"
-            f" {format_seconds(done.foretold.seconds)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
-            f" {done.decode_tokens_per_s:.3g}; {done.tokens.cached} of {done.tokens.prompt} prompt tokens were read"
-            " once for several"
-        )
-        return
-    print_json(
-        _counts(done, refused, before, lines)
-        | {
-            "predicted": {
-                "seconds": done.foretold.seconds,
-                "ttft_s": done.foretold.ttft_s,
-                "decode_tokens_per_s": engine.prediction.decode_tokens_per_s,
-            },
-            "block": {"answers": places, "batch_seqs": plan.batch_seqs, "batches_per_pass": plan.batches_per_pass},
-            "peak_host_bytes": engine.peak_host_bytes,
-            "peak_device_bytes": engine.session.peak_device_bytes,
-        }
-    )
-
-
-def _counts(done: Done | None, refused: int, before: int, lines: int) -> dict[str, Any]:
-    """The result of a run as JSON. `done`: None if nothing was left to be answered; then there is no plan either."""
-    return {
-        "lines": lines,
-        "resumed": before,
-        "prompts": done.lines if done else 0,
-        "failed": refused + (done.failed if done else 0),
-        "answers": done.answers if done else 0,
-        "prompt_tokens": done.tokens.prompt if done else 0,
-        "cached_tokens": done.tokens.cached if done else 0,
-        "output_tokens": done.tokens.output if done else 0,
-        "seconds": done.seconds if done else 0.0,
-        "generation_tokens_per_s": done.generation_tokens_per_s if done else 0.0,
-        "decode_tokens_per_s": done.decode_tokens_per_s if done else 0.0,
-        "predicted": None,
-        "bytes_moved": done.bytes_moved if done else {},
-        "block": None,
-        "peak_host_bytes": None,
-        "peak_device_bytes": None,
-    }
+def _names(model: str, name: str | None) -> tuple[str, ...]:
+    """Names by which lines may call the model. Bytes of them that are no UTF-8 are replaced, for answers bear them."""
+    names = (name, model) if name else (model, Path(model).name)
+    return tuple(dict.fromkeys(each.encode(errors="replace").decode() for each in names))

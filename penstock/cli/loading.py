@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Machine, file_to_write, where
 from penstock.cli.output import note, progress
@@ -13,6 +13,7 @@ from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
+    from penstock.serve.loading import Loading
     from penstock.serve.source import Source
     from penstock.serve.tokenizer import Tokenizer
     from penstock.serve.trace_file import TraceFile
@@ -58,6 +59,21 @@ def tracing(name: str | None, title: str) -> Iterator[TraceFile | None]:
         note(f"the trace {name} would be too long: its last {record.left_out} tasks are left out")
 
 
+def loading(machine: Machine, **more: Any) -> Loading:
+    """How a model is loaded by the flags of `Machine`. `more`: other fields of `Loading`."""
+    from penstock.serve.loading import Loading
+
+    return Loading(
+        device=machine.device,
+        cache=machine.cache_folder,
+        threads=machine.threads,
+        kernels=machine.isa,
+        exact=machine.exact,
+        verify=not machine.no_verify,
+        **more,
+    )
+
+
 @contextmanager
 def loaded(
     source: Source,
@@ -72,19 +88,12 @@ def loaded(
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
     `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`: as for
-    `Loading`.
-    Raises as `Engine.open`."""
+    `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
-    from penstock.serve.loading import Loading
 
-    how = Loading(
-        device=machine.device,
-        cache=machine.cache_folder,
+    how = loading(
+        machine,
         plan=plan,
-        threads=machine.threads,
-        kernels=machine.isa,
-        exact=machine.exact,
-        verify=not machine.no_verify,
         tokenizer=tokenizer,
         beside_bytes=beside_bytes,
         guide_bytes=guide_bytes,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.batch import _ShownBatch
+from penstock.cli.batch_told import ShownBatch
 from penstock.cli.output import progress_line
 from penstock.errors import BadRequest, StorageFailed
 from penstock.serve.batch.answering import Done
@@ -234,7 +234,7 @@ def test_ctrl_c_says_how_to_go_on(cache: Path, packed: Path, tmp_path: Path) -> 
 def test_progress_says_what_is_left_once() -> None:
     """As it goes, and as promised; before the first answer as promised alone."""
     told: list[str] = []
-    shown = _ShownBatch(lambda *said: told.append(progress_line(*said, 2.0)), 1000)
+    shown = ShownBatch(lambda *said: told.append(progress_line(*said, 2.0)), 1000)
     done = Done(DecodeClock.__new__(DecodeClock), Foretelling([0.1 * (i + 1) for i in range(1000)]))
     shown.tell(done)
     done.seconds, done.answers, done.tokens.output, done.bytes_moved = 60.0, 150, 24_000, {"disk0": 90 * 10**9}
