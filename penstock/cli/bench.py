@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -23,6 +23,9 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
+
+if TYPE_CHECKING:
+    from penstock.spec.plan import Plan
 
 _FAMILIES = "layer-split, all-cg, r-cg-0.25, r-cg-0.5, r-cg-0.75 or experts-cpu"
 _ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
@@ -92,10 +95,7 @@ def bench(
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
         if family is not None:
-            from penstock.planner.families import FAMILIES
-
-            if family not in FAMILIES or plan is not None:
-                raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
+            _require_family(family, plan)
         if work.output_tokens == 1:
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
@@ -110,6 +110,14 @@ def bench(
             print(table(result))
         if as_json:
             print_json(result.to_json())
+
+
+def _require_family(family: str, plan: Plan | None) -> None:
+    """Raises BadRequest for what is no family of plans, or beside a plan that is given whole."""
+    from penstock.planner.families import FAMILIES
+
+    if family not in FAMILIES or plan is not None:
+        raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
 
 
 def _ops(config: str, machine: Machine, work: Workload, weights: str | None, rows: str, as_json: bool) -> None:

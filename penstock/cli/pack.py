@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -11,6 +12,9 @@ from penstock.cli.options import Json, Weights, as_path, quiet_blas, where
 from penstock.cli.output import note, print_json, progress
 from penstock.errors import BadRequest
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.store.packed import Packed
 
 
 def pack(
@@ -75,7 +79,10 @@ def pack(
             pack_checkpoint(source, folder, fmt, packing, spread=beside, profile=by, check=check_texts)
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))
-    packed = open_packed(folder)
+    _print_packed(folder, open_packed(folder), check, as_json)
+
+
+def _print_packed(folder: Path, packed: Packed, verified: bool, as_json: bool) -> None:
     if as_json:
         print_json(
             {
@@ -83,9 +90,9 @@ def pack(
                 "weights": packed.weights.name,
                 "bytes": packed.total_bytes,
                 "ordered": bool(packed.orders),
-                "verified": check,
+                "verified": verified,
             }
         )
         return
-    how = f"{', neurons hot to cold' if packed.orders else ''}{', verified' if check else ''}"
+    how = f"{', neurons hot to cold' if packed.orders else ''}{', verified' if verified else ''}"
     note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}{how}")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.serve.renewal import Renewed
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
+    from penstock.spec.ask import Ask
 
 UNTIL_END = -1  # the value of --max-tokens that means the context's end
 
@@ -99,17 +100,8 @@ def run(
     spare = Child()  # it comes up while this process imports the rest
     plan = given_plan(plan_file, machine, work)
     chatting = prompt is None and not as_json and sys.stdin.isatty()
-    # These two raise for wrong flags, before a first use packs for minutes.
     ask = work.ask(machine)
-    (replace(sampling, max_tokens=1) if sampling.max_tokens == UNTIL_END else sampling).params({}, work)
-    if chatting and raw:
-        raise BadRequest("--raw continues a PROMPT; a chat needs the template")
-    if system is not None and raw:
-        raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
-    if sampling.max_tokens == UNTIL_END and ask.grow_context:
-        raise BadRequest("--max-tokens -1 goes on until the context ends: --context has to name it")
-    if chatting and work.batch != 1:
-        raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
+    _refuse_contradictions(work, sampling, ask, chatting, raw, system)
     from penstock.serve.planning import describe
     from penstock.serve.recording import ANSWERS, recording
     from penstock.spec import answers
@@ -151,6 +143,21 @@ def run(
                 answer(engine, ids, params, as_json, work.batch, "", named, asked, not no_thinking)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
+
+
+def _refuse_contradictions(
+    work: Workload, sampling: Sampling, ask: Ask, chatting: bool, raw: bool, system: str | None
+) -> None:
+    """Raises BadRequest for flags that are wrong or do not go together, before a first use packs for minutes."""
+    (replace(sampling, max_tokens=1) if sampling.max_tokens == UNTIL_END else sampling).params({}, work)
+    if chatting and raw:
+        raise BadRequest("--raw continues a PROMPT; a chat needs the template")
+    if system is not None and raw:
+        raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
+    if sampling.max_tokens == UNTIL_END and ask.grow_context:
+        raise BadRequest("--max-tokens -1 goes on until the context ends: --context has to name it")
+    if chatting and work.batch != 1:
+        raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
 
 
 def _import_ahead(module: str) -> None:

@@ -16,6 +16,7 @@ from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
+    from penstock.serve.training import Trained
     from penstock.spec.model import ModelSpec
     from penstock.spec.predictors import Predictors
 
@@ -82,10 +83,14 @@ def train_predictors(
         _print_json(trained.predictors, spec, kept)
         return
     note(f"kept in {kept}: `--sparsity predict` of this model goes by them")
+    _print_table(trained, spec, total_bytes)
+
+
+def _print_table(trained: Trained, spec: ModelSpec, of_bytes: int) -> None:
     nbytes = sum(granule.nbytes for granule in trained.granules)
     mean = trained.predictors.mean(spec)
     print(
-        f"{trained.predictors.tokens} tokens; {format_bytes(nbytes)} of predictors beside {format_bytes(total_bytes)};"
+        f"{trained.predictors.tokens} tokens; {format_bytes(nbytes)} of predictors beside {format_bytes(of_bytes)};"
         f" they call {mean.active[0]:.1%} of the neurons active, {mean.recall:.1%} of those that fire"
     )
     print("layer  rank  fires  active  recall  false alarms")
