@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.serve.scheduler import Scheduler, Step
+from penstock.serve.scheduler import Scheduler
+from penstock.serve.steps import Step
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from penstock.serve.scheduler import Step
 from penstock.serve.session import Session
+from penstock.serve.steps import Step
 
 
 class DecodeClock:

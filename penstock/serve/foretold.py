@@ -11,7 +11,8 @@ import numpy as np
 from penstock.graph.tasks import Pass
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.pages import Ids
-from penstock.serve.scheduler import Rows, Scheduler, all_rows
+from penstock.serve.scheduler import Scheduler, all_rows
+from penstock.serve.steps import Rows
 from penstock.spec.plan import Plan
 
 # Passes of one foretelling. They take 0.2 s. Simulating their kinds took up to 1.4 s the first time.

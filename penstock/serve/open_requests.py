@@ -15,7 +15,7 @@ from penstock.errors import InternalError, PenstockError
 from penstock.serve.log_probabilities import ids_of
 from penstock.serve.pooling import Pooled
 from penstock.serve.reply import Reply
-from penstock.serve.scheduler import Rows
+from penstock.serve.steps import Rows
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.told import AnswerPiece, Ended, Failed, Tell, Told
 

@@ -20,11 +20,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
-from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +30,9 @@ from penstock.graph import passes
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Stream
-from penstock.serve.pages import KEPT_PASSES, Ids, Move, Pages, Table
+from penstock.serve.pages import KEPT_PASSES, Ids, Pages
 from penstock.serve.pooling import Pool
+from penstock.serve.steps import Request, Rows, Step
 from penstock.spec.plan import Plan
 
 AGING_S = 30.0
@@ -47,79 +45,6 @@ class QueueFull(BadRequest):
 
 class Ending(BadRequest):
     """No more requests are taken, however good they are: the server is ending. Another one may take them."""
-
-
-class Rows(NamedTuple):
-    """Rows of one request in a pass: `tokens` tokens from position `start` on.
-
-    reads   whether they are tokens to read: of the prompt, or of an answer begun before the request gave its pages
-            back. Else there is one row, of the answer's last token
-    logits  so many of the last rows are to have logits
-    says    whether the last row gives a token, or ends a prompt that is pooled
-    hidden  so many of the last rows are to have hidden states
-    """
-
-    request: int
-    seq: int
-    start: int
-    tokens: int
-    reads: bool
-    logits: int
-    says: bool
-    hidden: int = 0
-
-
-class Step(NamedTuple):
-    """A pass, and whose rows its batches have: `rows[i]` are the rows of `taken.batches[i]`, in their order. `moves`:
-    what is to be done with pages before the pass, in this order."""
-
-    taken: Pass
-    rows: tuple[tuple[Rows, ...], ...]
-    moves: tuple[Move, ...] = ()
-
-
-@dataclass
-class _Request:
-    id: int
-    prompt: Ids  # int32 [n]
-    owner: str
-    priority: int
-    arrived_s: float
-    order: int  # the order in which requests arrived
-    scores: bool  # logits of every token of the prompt are wanted
-    most: int | None  # the most tokens of its answer, where no pass is expected after the last request's
-    pools: Pool | None  # which hidden states of its prompt are wanted, in place of logits
-    seq: int = -1  # the plan's sequence that it has, if any
-    table: Table | None = None  # its pages, while it has a sequence
-    read: int = 0  # so many first tokens need not go through the model any more
-    scored: int = 0  # so many first tokens of the prompt have had their logits, where these are wanted
-    said: int = 0  # tokens of the answer
-    digests: Sequence[bytes] = ()  # digests of its tokens, page by page, while it waits or reads
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.prompt) + self.said
-
-    @property
-    def ends(self) -> bool:
-        """Whether the pass under way is known to be its last one."""
-        return self.said >= (1 if self.pools else self.most or inf)
-
-    @property
-    def wants_scores(self) -> bool:
-        """Whether some logits of its prompt are wanted that were not computed yet."""
-        return self.scores and not self.said
-
-    @property
-    def wants_all(self) -> bool:
-        """Whether every token of the prompt has to go through the model."""
-        return self.wants_scores or self.pools == "mean"
-
-    @property
-    def reads(self) -> bool:
-        """Whether more tokens have still to go through the model than the last one of its answer."""
-        return not self.said or self.read < self.tokens - 1
 
 
 def all_rows(plan: Plan) -> int:
@@ -147,9 +72,9 @@ class Scheduler:
         most_kept = KEPT_PASSES if plan.guests else None
         self.pages = Pages(layout.kv.pages // self._group, tokens, stored, swaps, copies, most_kept)
         self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._arrived = 0
-        self._underway: list[tuple[_Request, Rows]] = []  # the rows of the latest pass
+        self._underway: list[tuple[Request, Rows]] = []  # the rows of the latest pass
         self.given_back = 0  # how often a request gave its pages back before its answer was whole
 
     def twin(self) -> Scheduler:
@@ -214,7 +139,7 @@ class Scheduler:
         if self.waiting - len(self._free) >= self._queue:
             raise QueueFull(f"{self.waiting} requests wait already, and {self._queue} may: try again later")
         assert request not in self._requests and 0 < len(prompt) <= self._plan.context
-        self._requests[request] = _Request(request, prompt, owner, priority, now_s, self._arrived, scores, most, pools)
+        self._requests[request] = Request(request, prompt, owner, priority, now_s, self._arrived, scores, most, pools)
         self._arrived += 1
 
     def end(self, requests: Collection[int]) -> None:
@@ -302,7 +227,7 @@ class Scheduler:
                 self.pages.wrote(request.table, request.read, partial(self._ids, request.id))
         self._underway.clear()
 
-    def _speaking(self, order: Sequence[_Request]) -> list[Rows]:
+    def _speaking(self, order: Sequence[Request]) -> list[Rows]:
         """A row of the last token of each answer. An answer gets another page if it needs one. If no page is left, the
         least urgent request gives its pages back. The most urgent one always finds some, for the pools have pages for a
         context."""
@@ -316,14 +241,14 @@ class Scheduler:
                 self.given_back += 1
         return rows
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: Request) -> None:
         """The request gives its sequence and its pages back."""
         if request.table is not None:
             self.pages.end(request.table, partial(self._ids, request.id))
         self._free.add(request.seq)
         request.seq, request.table, request.read, request.digests = -1, None, 0, ()
 
-    def _reading(self, speaking: list[Rows], order: Sequence[_Request]) -> list[Rows]:
+    def _reading(self, speaking: list[Rows], order: Sequence[Request]) -> list[Rows]:
         """Rows of prompts for the next pass."""
         size = self._plan.batch_seqs
         room = [max(self._plan.chunk_rows, size)] * self._plan.batches_per_pass
@@ -360,13 +285,13 @@ class Scheduler:
             rows.append(Rows(request.id, seq, request.read, count, True, wanted, ends, hidden))
         return rows
 
-    def _begins(self, request: _Request) -> Ids:
+    def _begins(self, request: Request) -> Ids:
         """All tokens that a request without pages has to read, int32 [n]."""
         ids = request.prompt if not request.said else self._ids(request.id, 0, request.tokens)
         request.digests = request.digests or self.pages.digests(request.owner, ids)
         return ids
 
-    def _admit(self, request: _Request, ids: Ids, seq: int) -> bool:
+    def _admit(self, request: Request, ids: Ids, seq: int) -> bool:
         """Gives the request a sequence and pages, if enough pages are left. One page is to be left for each request
         that may grow, so that none has to give its pages back at once. Requests that came later do not overtake this
         one."""
@@ -392,10 +317,10 @@ class Scheduler:
         pages = (page * group + i for page in table.pages for i in range(group))
         return tuple(islice(pages, -(-(rows.start + rows.tokens) // self._plan.page_tokens)))
 
-    def _in_order(self, now_s: float) -> list[_Request]:
+    def _in_order(self, now_s: float) -> list[Request]:
         """All requests, the most urgent first."""
 
-        def urgency(request: _Request) -> tuple[float, int]:
+        def urgency(request: Request) -> tuple[float, int]:
             return (-request.priority - (now_s - request.arrived_s) // AGING_S, request.order)
 
         return sorted(self._requests.values(), key=urgency)

@@ -31,7 +31,8 @@ from penstock.serve.pages import Move
 from penstock.serve.pooling import Pooled, Pooling
 from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
-from penstock.serve.scheduler import Ending, Rows, Scheduler, Step, all_rows
+from penstock.serve.scheduler import Ending, Scheduler, all_rows
+from penstock.serve.steps import Rows, Step
 from penstock.serve.told import Cancelled, Ended, Failed, Tell, Told
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold

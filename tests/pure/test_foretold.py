@@ -13,7 +13,8 @@ from penstock.graph.arenas import with_arenas
 from penstock.planner.pass_times import LEAST_PASSES, PassTimes
 from penstock.serve.foretold import Arrival, foretell, newcomer
 from penstock.serve.pages import Ids
-from penstock.serve.scheduler import Rows, Scheduler
+from penstock.serve.scheduler import Scheduler
+from penstock.serve.steps import Rows
 from penstock.spec.format import parse_format
 from tests.plans import resident_plan
 from tests.pure.machine import MACHINE, model

@@ -19,7 +19,8 @@ from penstock.graph.pages import WrittenPages
 from penstock.graph.verify import verify
 from penstock.serve.pages import Copied, Ids, Restore, Save
 from penstock.serve.pooling import POOLS, Pool
-from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler, Step
+from penstock.serve.scheduler import AGING_S, QueueFull, Scheduler
+from penstock.serve.steps import Rows, Step
 from penstock.spec.format import parse_format
 from penstock.spec.plan import DeviceRows, Plan
 from tests.plans import random_plans, resident_plan
@@ -110,79 +111,13 @@ class Checked:
         assert len({r.request for r in rows}) == len(rows) == len({r.seq for r in rows})
         if any(not r.reads for r in rows):
             assert sum(r.tokens for r in rows if r.reads) <= self.prompt_rows
-        size = self.plan.page_tokens
-        for move in step.moves:
-            if isinstance(move, Save):
-                self.store[move.digest] = [self.held[move.page, i] for i in range(size)]
-            elif isinstance(move, Copied):
-                self.written.copied(move.page, move.source)
-                there = {i: self.held[move.source, i] for i in range(size) if (move.source, i) in self.held}
-                self.held |= {(move.page, i): held for i, held in there.items()}
-                self.copies += 1
-            elif loses:
-                self.store.clear()
-                self.scheduler.forget()
-                self.held.clear()
-                self.seqs.clear()
-                return step
-            else:
-                self.written.restored(move.page)
-                self.held |= {(move.page, i): held for i, held in enumerate(self.store[move.digest])}
-        if self.plan.guests:  # weights lie there now
-            used = step.taken.pages_used
-            assert used is not None
-            self.held = {at: held for at, held in self.held.items() if at[0] < used}
-        self.written.take(step.taken)
-        for batch, members in zip(step.taken.batches, step.rows, strict=True):
-            assert batch.seqs == tuple(r.seq for r in members) == tuple(sorted(batch.seqs))
-            assert batch.rows == tuple(r.tokens for r in members)
-            assert batch.start == tuple(r.start for r in members)
-            assert batch.total_rows <= max(self.plan.chunk_rows, self.plan.batch_seqs)
-            first = 0
-            wanted: list[int] = []
-            for r in members:
-                wanted += range(first + r.tokens - r.logits, first + r.tokens)
-                first += r.tokens
-            assert batch.hidden == any(r.hidden for r in members)
-            assert batch.logits == tuple(wanted) and len(wanted) <= self.plan.logits_rows
-            assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
-            for r, pages in zip(members, batch.pages, strict=True):  # what its rows see is what it said
-                ids, owner = self.ids[r.request], self.owners[r.request]
-                for at in range(r.start):
-                    assert self.held[pages[at // size], at % size] == (ids[at], owner)
-        for batch, members in zip(step.taken.batches, step.rows, strict=True):
-            for r, pages in zip(members, batch.pages, strict=True):
-                for at in range(r.start, r.start + r.tokens):
-                    self.held[pages[at // size], at % size] = (self.ids[r.request][at], self.owners[r.request])
+        if not self._move(step, loses):
+            return step
+        self._look_at_batches(step)
         given_back = self.scheduler.given_back - before
         left = set(self.seqs) - {r.request for r in rows}
         for r in rows:
-            assert r.request in self.answers
-            if r.request not in self.had:
-                self.cached += r.start
-            elif r.request in self.seqs and not given_back:  # else it may have given its pages back, and begin anew
-                assert r.start == self.had[r.request] and r.seq == self.seqs[r.request]
-            self.seqs[r.request] = r.seq
-            said = len(self.ids[r.request]) - self.prompts[r.request]
-            self.had[r.request] = end = r.start + r.tokens
-            assert end <= len(self.ids[r.request]) and end <= self.plan.context
-            assert r.says == (end == len(self.ids[r.request])) and (r.reads or said)
-            if (pools := self.pooled.get(r.request)) is not None:
-                assert r.hidden == (r.tokens if pools == "mean" else r.says) and not r.logits
-                if pools == "mean":  # all of its rows, whatever comes between
-                    assert r.start <= self.heard[r.request]
-                    self.heard[r.request] = max(end, self.heard[r.request])
-                    assert not r.says or self.heard[r.request] == self.prompts[r.request]
-            elif (
-                r.request in self.scored and not said
-            ):  # logits of each token of its prompt once, whatever comes between
-                heard = self.heard[r.request]
-                assert r.start <= heard and r.logits == max(0, end - heard)
-                self.heard[r.request] = max(heard, end)
-            else:
-                assert r.logits == r.says
-            self.answers[r.request] -= r.says
-            self.ids[r.request] += [0] * r.says
+            self._look_at(r, given_back)
         # Every answer that lacks its last token alone goes on in every pass, but for those that gave their pages back.
         gone = {n for n in left if len(self.ids[n]) > self.prompts[n] and self.had[n] == len(self.ids[n]) - 1}
         assert len(gone) <= given_back
@@ -201,9 +136,89 @@ class Checked:
         else:
             self.end([n for n, more in self.answers.items() if more == 0])
         if self.stores and (found := pages.unsaved()) is not None:
-            self.store[found[1]] = [self.held[found[0], i] for i in range(size)]
+            self.store[found[1]] = [self.held[found[0], i] for i in range(self.plan.page_tokens)]
             pages.saved(found[1])
         return step
+
+    def _move(self, step: Step, loses: bool) -> bool:
+        """Does what a pass has done with pages before it begins. False where the store has lost a page: all forget what
+        they had."""
+        size = self.plan.page_tokens
+        for move in step.moves:
+            if isinstance(move, Save):
+                self.store[move.digest] = [self.held[move.page, i] for i in range(size)]
+            elif isinstance(move, Copied):
+                self.written.copied(move.page, move.source)
+                there = {i: self.held[move.source, i] for i in range(size) if (move.source, i) in self.held}
+                self.held |= {(move.page, i): held for i, held in there.items()}
+                self.copies += 1
+            elif loses:
+                self.store.clear()
+                self.scheduler.forget()
+                self.held.clear()
+                self.seqs.clear()
+                return False
+            else:
+                self.written.restored(move.page)
+                self.held |= {(move.page, i): held for i, held in enumerate(self.store[move.digest])}
+        if self.plan.guests:  # weights lie there now
+            used = step.taken.pages_used
+            assert used is not None
+            self.held = {at: held for at, held in self.held.items() if at[0] < used}
+        self.written.take(step.taken)
+        return True
+
+    def _look_at_batches(self, step: Step) -> None:
+        """What rows see is what their request said before; then their own tokens are in the pages too."""
+        size = self.plan.page_tokens
+        for batch, members in zip(step.taken.batches, step.rows, strict=True):
+            assert batch.seqs == tuple(r.seq for r in members) == tuple(sorted(batch.seqs))
+            assert batch.rows == tuple(r.tokens for r in members)
+            assert batch.start == tuple(r.start for r in members)
+            assert batch.total_rows <= max(self.plan.chunk_rows, self.plan.batch_seqs)
+            first = 0
+            wanted: list[int] = []
+            for r in members:
+                wanted += range(first + r.tokens - r.logits, first + r.tokens)
+                first += r.tokens
+            assert batch.hidden == any(r.hidden for r in members)
+            assert batch.logits == tuple(wanted) and len(wanted) <= self.plan.logits_rows
+            assert {r.seq // self.plan.batch_seqs for r in members} == {batch.id}
+            for r, pages in zip(members, batch.pages, strict=True):
+                ids, owner = self.ids[r.request], self.owners[r.request]
+                for at in range(r.start):
+                    assert self.held[pages[at // size], at % size] == (ids[at], owner)
+        for batch, members in zip(step.taken.batches, step.rows, strict=True):
+            for r, pages in zip(members, batch.pages, strict=True):
+                for at in range(r.start, r.start + r.tokens):
+                    self.held[pages[at // size], at % size] = (self.ids[r.request][at], self.owners[r.request])
+
+    def _look_at(self, r: Rows, given_back: int) -> None:
+        """A request's rows: they go on where it was, and give the logits or hidden states that it wants."""
+        assert r.request in self.answers
+        if r.request not in self.had:
+            self.cached += r.start
+        elif r.request in self.seqs and not given_back:  # else it may have given its pages back, and begin anew
+            assert r.start == self.had[r.request] and r.seq == self.seqs[r.request]
+        self.seqs[r.request] = r.seq
+        said = len(self.ids[r.request]) - self.prompts[r.request]
+        self.had[r.request] = end = r.start + r.tokens
+        assert end <= len(self.ids[r.request]) and end <= self.plan.context
+        assert r.says == (end == len(self.ids[r.request])) and (r.reads or said)
+        heard = self.heard[r.request]
+        if (pools := self.pooled.get(r.request)) is not None:
+            assert r.hidden == (r.tokens if pools == "mean" else r.says) and not r.logits
+            if pools == "mean":  # all of its rows, whatever comes between
+                assert r.start <= heard
+                self.heard[r.request] = max(end, heard)
+                assert not r.says or self.heard[r.request] == self.prompts[r.request]
+        elif r.request in self.scored and not said:  # logits of each token of its prompt once
+            assert r.start <= heard and r.logits == max(0, end - heard)
+            self.heard[r.request] = max(heard, end)
+        else:
+            assert r.logits == r.says
+        self.answers[r.request] -= r.says
+        self.ids[r.request] += [0] * r.says
 
     def run(self) -> None:
         """Steps until no request is left."""
