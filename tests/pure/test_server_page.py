@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from penstock.serve.api.dialects.anthropic_wire import MessagesRequest
-from penstock.serve.api.dialects.ollama import OllamaChat, OllamaEmbed, OllamaGenerate, Options
+from penstock.serve.api.dialects.ollama_wire import OllamaChat, OllamaEmbed, OllamaGenerate, Options
 from penstock.serve.api.dialects.responses_wire import ResponsesRequest
 from penstock.serve.api.wire import ChatRequest, CompletionRequest, EmbeddingRequest, what_is_wrong
 from tests.cpu.commands import ROOT

@@ -16,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.serve.api import logprobs
 from penstock.serve.api.answers import Answers, Gone
 from penstock.serve.api.errors import error_body
+from penstock.serve.api.streams import STILL_HERE
 from penstock.serve.generation import Generation, Used
 from penstock.serve.log_probabilities import Likely, ids_of
 from penstock.serve.scores import Scores
@@ -86,7 +87,7 @@ class Shape:
         try:
             async for index, piece in answers.pieces():
                 if piece is None:
-                    yield b": still waiting, or reading the prompt\n\n"
+                    yield STILL_HERE
                     continue
                 first = index not in open_
                 now = open_.setdefault(index, _OpenChoice(self.reading()))

@@ -32,6 +32,15 @@ class Sent(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def stop_strings(given: str | list[str] | None, field: str) -> tuple[str, ...] | None:
+    """Strings that end an answer; None where there are none, so that the model's own count. `field`: what the dialect
+    calls them. Raises BadRequest for too many or too long ones."""
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise BadRequest(f"{field} may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
+    return tuple(stops) or None
+
+
 class StreamOptions(Sent):
     include_usage: bool = False
 
@@ -89,9 +98,6 @@ class _Sampled(Sent):
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
         self.check()
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise BadRequest(f"stop may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         return with_model_defaults(
             generation_config,
             several=(self.n or 1) > 1,
@@ -102,7 +108,7 @@ class _Sampled(Sent):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
-            stop=tuple(stops) or None,
+            stop=stop_strings(self.stop, "stop"),
             ignore_eos=self.ignore_eos,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

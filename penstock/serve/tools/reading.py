@@ -7,8 +7,10 @@ said and a call belongs to neither: it is held back until more is said, or until
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.serve.tools.writing import THINK, THOUGHT, Writing
 
@@ -45,6 +47,14 @@ class ToolCall:
 
     name: str
     arguments: str = ""
+
+    def arguments_object(self) -> dict[str, Any]:
+        """The arguments, for clients that take no text. A call that was cut by the answer's length has none."""
+        try:
+            parsed = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return {}
+        return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass

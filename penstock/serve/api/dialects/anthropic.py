@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.dialects.anthropic_wire import CountRequest, MessagesRequest
 from penstock.serve.api.errors import error_body
+from penstock.serve.api.streams import named_event, parts_of
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
@@ -44,34 +44,32 @@ class MessageForm:
         if read.said or not read.calls:
             content.append({"type": "text", "text": read.said})
         for call in read.calls:
-            content.append({**_use(call.name), "input": _object(call.arguments)})
+            content.append({**_use(call.name), "input": call.arguments_object()})
         ends = {**_end(answer, bool(read.calls)), "usage": _usage(used)}
         return {**self._head(), "content": content, **ends}
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         started = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _event("message_start", message=started)
+        yield named_event("message_start", message=started)
         blocks = _Blocks()
         try:
             async for _, piece in answers.pieces():
                 if piece is None:
-                    yield _event("ping")
+                    yield named_event("ping")
                     continue
-                whole = isinstance(piece, Generation)
-                parts = self.reading.finish() if isinstance(piece, Generation) else self.reading.push(piece.text)
-                for part in parts:
+                for part in parts_of(self.reading, piece):
                     for event in blocks.of(part):
                         yield event
-                if whole:
+                if isinstance(piece, Generation):
                     for event in blocks.end():
                         yield event
             delta = _end(answers.whole[0], bool(self.reading.calls))
-            yield _event("message_delta", delta=delta, usage=_usage(answers.used))
-            yield _event("message_stop")
+            yield named_event("message_delta", delta=delta, usage=_usage(answers.used))
+            yield named_event("message_stop")
         except (PenstockError, Gone) as error:  # the status is sent already
             body = error_body(_PATH, 500, str(error), "server_error")
-            yield _event("error", error=body["error"])
+            yield named_event("error", error=body["error"])
 
     def _head(self) -> dict[str, Any]:
         return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.model}
@@ -101,7 +99,7 @@ class _Blocks:
         if not self._open:
             return []
         self._open = ""
-        return [_event("content_block_stop", index=self._index)]
+        return [named_event("content_block_stop", index=self._index)]
 
     def end(self) -> list[bytes]:
         """The message ends. One without any block has an empty text."""
@@ -114,28 +112,14 @@ class _Blocks:
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         self._index, self._open = self._index + 1, kind
-        return _event("content_block_start", index=self._index, content_block=block)
+        return named_event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, **delta: Any) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
-
-
-def _event(kind: str, **more: Any) -> bytes:
-    body = json.dumps({"type": kind, **more}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {body}\n\n".encode()
+        return named_event("content_block_delta", index=self._index, delta=delta)
 
 
 def _use(name: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call; those of one that was cut are none."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _end(answer: Generation, calls: bool) -> dict[str, Any]:

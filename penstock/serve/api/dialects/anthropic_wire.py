@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.errors import BadRequest
-from penstock.serve.api.wire import MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, MAX_TOKENS, Sent
+from penstock.serve.api.wire import MAX_MESSAGES, MAX_TOKENS, Sent, stop_strings
 from penstock.serve.sampling import SamplingParams, with_model_defaults
 from penstock.serve.tools.asked import Tools, offered
 
@@ -203,12 +203,10 @@ class MessagesRequest(CountRequest):
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
         """How tokens are chosen. Raises BadRequest."""
-        stops = self.stop_sequences or []
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            raise BadRequest(f"stop_sequences may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters")
         return with_model_defaults(
             generation_config, max_tokens=min(self.max_tokens, most_tokens), temperature=self.temperature,
-            top_p=self.top_p, top_k=self.top_k, stop=tuple(stops) or None, json_schema=self._schema(),
+            top_p=self.top_p, top_k=self.top_k, stop=stop_strings(self.stop_sequences, "stop_sequences"),
+            json_schema=self._schema(),
             thinking_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
         )  # fmt: skip
 

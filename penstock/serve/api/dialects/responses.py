@@ -3,7 +3,6 @@ sends the conversation each time."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from penstock.serve.api.chats import ChatPrompt
 from penstock.serve.api.desk import AskedChat, Desk
 from penstock.serve.api.dialects.responses_wire import ResponsesRequest
 from penstock.serve.api.shape import call_id
+from penstock.serve.api.streams import STILL_HERE, named_event, parts_of
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
@@ -50,10 +50,9 @@ class ResponseForm:
         try:
             async for _, piece in answers.pieces():
                 if piece is None:
-                    yield b": still waiting, or reading the prompt\n\n"
+                    yield STILL_HERE
                     continue
-                parts = self.reading.finish() if isinstance(piece, Generation) else self.reading.push(piece.text)
-                for part in parts:
+                for part in parts_of(self.reading, piece):
                     for event in events.of(part):
                         yield event
                 if isinstance(piece, Generation):
@@ -87,9 +86,9 @@ class _ResponseEvents:
         self._open: dict[str, Any] | None = None
 
     def event(self, kind: str, **more: Any) -> bytes:
-        body = json.dumps({"type": kind, "sequence_number": self._number, **more}, ensure_ascii=False)
+        event = named_event(kind, sequence_number=self._number, **more)
         self._number += 1
-        return f"event: {kind}\ndata: {body}\n\n".encode()
+        return event
 
     def of(self, part: Part) -> list[bytes]:
         """The events of a part."""
