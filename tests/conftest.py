@@ -7,9 +7,13 @@ import os
 import random
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.cpu.placements import Logits, Models
 
 # Started in the background by a shell we ignore Ctrl-C, and our children would too; some tests send it to them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,3 +58,27 @@ if path := os.environ.get("PENSTOCK_NATIVE"):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["penstock._native"] = module
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Tiny models of every family."""
+    from tests.cpu.placements import made
+
+    return made(tmp_path_factory.mktemp("synth"))
+
+
+@pytest.fixture(scope="module")
+def oracle(models: Models) -> Logits:
+    """All in memory, one task after the other."""
+    from tests.cpu.placements import serially
+
+    return serially(models)
+
+
+@pytest.fixture(scope="module")
+def exact(models: Models) -> Logits:
+    """As `oracle`, with float32 activations, as torch multiplies."""
+    from tests.cpu.placements import serially
+
+    return serially(models, exact=True)

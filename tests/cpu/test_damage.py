@@ -31,10 +31,10 @@ from penstock.store.synth import synth
 from tests.cpu.checkpoints import LLAMA, save_checkpoint
 from tests.cpu.commands import MACHINE, Call, here, machine_cache, refused
 from tests.cpu.engines import GREEDY, load, streaming
+from tests.cpu.placements import PROMPTS, STEPS, Logits, Models
 from tests.cpu.sealed import as_version_2, damaged, edit, flip
 from tests.cpu.test_emulated import FAST, ROOMY
 from tests.cpu.test_engine_faults import READS, soon
-from tests.cpu.test_placement import PROMPTS, STEPS, models, oracle  # noqa: F401 (fixtures)
 from tests.left_open import open_now
 from tests.plans import device_plans, random_plans
 
@@ -98,11 +98,7 @@ def meets(packed: Packed, plan: Plan, expected: np.ndarray | None, data: st.Data
 @pytest.mark.fuzz
 @settings(max_examples=settings.default.max_examples // 3)  # each takes several passes
 @given(st.data())
-def test_any_placement_meets_it(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    data: st.DataObject,
-) -> None:
+def test_any_placement_meets_it(models: Models, oracle: Logits, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed = models[name]
     plan = data.draw(random_plans(packed.spec, packed.weights, batch_seqs=2))
@@ -112,7 +108,7 @@ def test_any_placement_meets_it(
 @pytest.mark.fuzz
 @settings(max_examples=settings.default.max_examples // 3)  # each takes several passes
 @given(st.data())
-def test_any_placement_beside_a_device_meets_it(models: dict[str, Packed], data: st.DataObject) -> None:  # noqa: F811
+def test_any_placement_beside_a_device_meets_it(models: Models, data: st.DataObject) -> None:
     packed = models[data.draw(st.sampled_from(sorted(models)))]
     plan = data.draw(device_plans(packed.spec, packed.weights, batch_seqs=2))
     meets(packed, plan, None, data, device=True)

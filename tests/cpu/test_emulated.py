@@ -32,7 +32,7 @@ from penstock.store.synth import synth
 from penstock.units import MIB
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import MACHINE
-from tests.cpu.test_placement import DENSE, FORMATS, KV_FORMATS, NEAR, models, oracle, run  # noqa: F401 (fixtures)
+from tests.cpu.placements import DENSE, FORMATS, KV_FORMATS, NEAR, Logits, Models, run
 from tests.plans import device_plans, make_plan, page_orders
 
 ROOMY, FAST = 1 << 30, 1e12
@@ -45,11 +45,7 @@ def on_device(packed: Packed, plan: Plan, seed: int = 0, jitter_s: float = 0.0, 
 
 @pytest.mark.fuzz
 @given(st.data())
-def test_any_placement(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    data: st.DataObject,
-) -> None:
+def test_any_placement(models: Models, oracle: Logits, data: st.DataObject) -> None:
     """Two executors add their shares up in one order whatever ran first: the bits of the serial run. Against all in
     memory on one executor the sums have another order."""
     name = data.draw(st.sampled_from(sorted(models)))
@@ -69,11 +65,7 @@ def test_any_placement(
 
 @pytest.mark.fuzz
 @given(st.data())
-def test_batches_share_a_pass(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    data: st.DataObject,
-) -> None:
+def test_batches_share_a_pass(models: Models, oracle: Logits, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=1, batches_per_pass=2, kv=kv))
@@ -83,12 +75,7 @@ def test_batches_share_a_pass(
 
 @pytest.mark.parametrize("device_mib", [1024, 9])
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - set(DENSE)))
-def test_what_the_planner_proposes_for_experts_runs(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    name: str,
-    device_mib: int,
-) -> None:
+def test_what_the_planner_proposes_for_experts_runs(models: Models, oracle: Logits, name: str, device_mib: int) -> None:
     """Each kind of plan: experts with the CPU, some layers' or all on the device, caches in either memory."""
     packed, chosen = models[name], choose("emulated", MACHINE, device_mib * MIB)
     ask = Ask(context=128, batch=2, kv="float32", score=True, device_memory_bytes=device_mib * MIB)
@@ -147,16 +134,12 @@ def test_the_planner_puts_caches_in_ram_beneath_the_devices(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_all_on_the_device_has_the_bits_of_the_host(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    name: str,
-) -> None:
+def test_all_on_the_device_has_the_bits_of_the_host(models: Models, oracle: Logits, name: str) -> None:
     packed = models[name]
     assert np.array_equal(on_device(packed, all_on_device(packed)), oracle[name, "float32"])
 
 
-def test_a_missing_edge_is_seen(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_a_missing_edge_is_seen(models: Models) -> None:
     """The poison works: a run whose compute does not wait for the link gives other numbers."""
     packed = models["llama"]
     plan = lifting(packed)
@@ -176,7 +159,7 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed]) -> None:  # noqa: F81
     assert not np.array_equal(wrong, run(packed, plan, device=EmulatedDevice(ROOMY, FAST))[: len(ids)])
 
 
-def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_the_cap_is_hard(models: Models) -> None:
     packed = models["llama"]
     plan = all_on_device(packed)
     need = plan.tier_bytes()["gpu0"]
@@ -186,13 +169,13 @@ def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
     assert caught.value.numbers["tier"] == "gpu0"
 
 
-def test_a_device_is_needed(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_a_device_is_needed(models: Models) -> None:
     packed = models["llama"]
     with pytest.raises(BadRequest, match="--device"):
         Session(packed, all_on_device(packed))
 
 
-def test_what_crosses_is_counted(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_what_crosses_is_counted(models: Models) -> None:
     """A decode pass of a plan whose layers are lifted moves their bytes once, and the tokens' few."""
     packed = models["llama"]
     plan = lifting(packed)
@@ -231,11 +214,7 @@ def lifting(packed: Packed, home: str = "host", stage: int = 1) -> Plan:
 
 
 @pytest.mark.parametrize(("stage", "load"), [(1, 5), (8, 1), (8, 2), (8, 5)])
-def test_after_a_pass_that_broke_off_the_next_one_is_right(
-    models: dict[str, Packed],  # noqa: F811
-    stage: int,
-    load: int,
-) -> None:
+def test_after_a_pass_that_broke_off_the_next_one_is_right(models: Models, stage: int, load: int) -> None:
     """A disk that fails under the device's lanes, before or after what follows is handed over: one error, and no lane
     remembers it."""
     packed = models["llama"]

@@ -25,9 +25,9 @@ from penstock.store.packed import Packed, open_packed
 from penstock.store.predictors import kept, with_predictors
 from penstock.units import MIB
 from tests.cpu.engines import MACHINE
+from tests.cpu.placements import NEAR, run
 from tests.cpu.test_emulated import ROOMY, on_device
 from tests.cpu.test_neurons import relu_model
-from tests.cpu.test_placement import NEAR, run
 from tests.cpu.test_predict import give_predictors
 from tests.plans import device_plans, page_orders, resident_plan
 

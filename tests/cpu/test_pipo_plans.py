@@ -10,22 +10,15 @@ from penstock.planner.programs.pipo_memory import PIPELINES, Configuration
 from penstock.planner.solve import pipo
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
-from penstock.store.packed import Packed
+from tests.cpu.placements import DENSE, NEAR, Logits, Models
 from tests.cpu.test_emulated import on_device
-from tests.cpu.test_placement import DENSE, NEAR, models, oracle  # noqa: F401 (fixtures)
 from tests.pure.machine import WITH_DEVICE
 
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("home", ["host", "disk0"])
-def test_a_pipeline_is_exact(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    name: str,
-    pipeline: str,
-    home: str,
-) -> None:
+def test_a_pipeline_is_exact(models: Models, oracle: Logits, name: str, pipeline: str, home: str) -> None:
     packed = models[name]
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
     problem = Problem(ask, packed.spec, packed.weights, WITH_DEVICE)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,93 +13,18 @@ from hypothesis import strategies as st
 from penstock.graph import passes
 from penstock.graph.verify import verify
 from penstock.kernels import cpu
-from penstock.runtime.device import Device
 from penstock.runtime.movers import DiskLoad
 from penstock.serve.session import Running, Session
-from penstock.spec.format import parse_format
 from penstock.spec.parts import FFNS
 from penstock.spec.plan import Plan
-from penstock.store.packed import Packed, open_packed
-from penstock.store.synth import synth
-from tests.cpu.configs import TINY_CONFIGS
-from tests.plans import page_orders, random_plans, resident_plan, with_pages
-
-PROMPTS = (23, 9)  # tokens of the two sequences; 32 rows a chunk
-STEPS = 3
-KV_FORMATS = ("float32", "int8", "int4-g32")
-# How far families of kernels may be from each other. Where one rounds a number of the cache up and another down, the
-# logits differ by as much as a step of the format makes.
-NEAR = {"float32": 1e-4, "int8": 2e-2, "int4-g32": 0.3}
-FORMATS = {
-    "llama": "float32",
-    "qwen3": "int4",
-    "gemma2": "int8",
-    "falcon": "int8",
-    "opt": "bfloat16",
-    "qwen2_moe": "int4",
-    "olmoe": "float32",
-    "gpt_oss": "int4",
-}
-DENSE = tuple(sorted(name for name in FORMATS if name not in ("qwen2_moe", "olmoe", "gpt_oss")))  # what runs on devices
-
-
-def near(name: str, kv: str) -> float:
-    """How far a pass of other shapes may be: opt's learned positions stay with numpy, whose sums depend on them."""
-    return NEAR[kv] if name == "opt" else NEAR["float32"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
-    folder = tmp_path_factory.mktemp("synth")
-    made = {}
-    for name, config in TINY_CONFIGS.items():
-        source = folder / f"{name}.json"
-        source.write_text(config)
-        synth(source, folder / name, parse_format(FORMATS[name]))
-        made[name] = open_packed(folder / name)
-    return made
-
-
-def run(
-    packed: Packed, plan: Plan, device: Device | None = None, order: Sequence[int] = (), **how: Any
-) -> np.ndarray:  # fmt: skip
-    """Logits of every prompt token and of a few decode steps of both sequences, one array. `order`: of KV pages, as
-    `with_pages` takes it."""
-    session = Session(packed, plan, Running(**how), device=device)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, packed.spec.vocab, n).astype(np.int32) for n in PROMPTS]
-    found = []
-    for seq, ids in enumerate(prompts):
-        for p in passes.prefill(plan, seq, len(ids), passes.DECODE if seq else None, score=True):
-            batch = p.batches[0]
-            found.append(
-                session.step(with_pages(plan, order, p), [ids[batch.start[0] : batch.start[0] + batch.rows[0]]])[
-                    0
-                ].copy()
-            )
-    for step in range(STEPS):
-        p = passes.decode(plan, (0, 1), tuple(n + step for n in PROMPTS), passes.DECODE if step + 1 < STEPS else None)
-        tokens = [np.full(len(b.seqs), 7 + step, np.int32) for b in p.batches]
-        found += [logits.copy() for logits in session.step(with_pages(plan, order, p), tokens)]
-    session.close()
-    return np.concatenate(found)
-
-
-@pytest.fixture(scope="module")
-def oracle(models: dict[str, Packed]) -> dict[tuple[str, str], np.ndarray]:
-    """By model and format of the KV cache: all in memory, one task after the other."""
-    return {
-        (name, kv): run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv=kv), serial=True)
-        for name, packed in models.items()
-        for kv in KV_FORMATS
-    }
+from penstock.store.packed import Packed
+from tests.cpu.placements import FORMATS, KV_FORMATS, NEAR, PROMPTS, Logits, Models, near, run
+from tests.plans import page_orders, random_plans, resident_plan
 
 
 @pytest.mark.fuzz
 @given(st.data())
-def test_any_placement_gives_the_same_bits(
-    models: dict[str, Packed], oracle: dict[tuple[str, str], np.ndarray], data: st.DataObject
-) -> None:
+def test_any_placement_gives_the_same_bits(models: Models, oracle: Logits, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed = models[name]
     kv = data.draw(st.sampled_from(KV_FORMATS))
@@ -113,9 +37,7 @@ def test_any_placement_gives_the_same_bits(
 
 @pytest.mark.fuzz
 @given(st.data())
-def test_batches_share_a_pass(
-    models: dict[str, Packed], oracle: dict[tuple[str, str], np.ndarray], data: st.DataObject
-) -> None:
+def test_batches_share_a_pass(models: Models, oracle: Logits, data: st.DataObject) -> None:
     """Zig-zag: two batches of one sequence each go through every layer together. Other shapes, so not the
     same bits with a general BLAS, but the same numbers."""
     name = data.draw(st.sampled_from(sorted(models)))
@@ -128,9 +50,7 @@ def test_batches_share_a_pass(
 
 @pytest.mark.fuzz
 @given(st.sampled_from(sorted(FORMATS)), st.integers(1, 32), st.sampled_from(KV_FORMATS))
-def test_chunks_do_not_matter(
-    models: dict[str, Packed], oracle: dict[tuple[str, str], np.ndarray], name: str, chunk_rows: int, kv: str
-) -> None:
+def test_chunks_do_not_matter(models: Models, oracle: Logits, name: str, chunk_rows: int, kv: str) -> None:
     packed, expected = models[name], oracle[name, kv]
     found = run(packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, chunk_rows=chunk_rows, kv=kv))
     assert np.abs(found - expected).max() <= near(name, kv)
@@ -141,7 +61,7 @@ def test_chunks_do_not_matter(
 @pytest.mark.parametrize("kernels", [*cpu.available(), "reference"])
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("kv", KV_FORMATS)
-def test_every_family_of_kernels(models: dict[str, Packed], kv: str, name: str, kernels: str) -> None:
+def test_every_family_of_kernels(models: Models, kv: str, name: str, kernels: str) -> None:
     """Streamed and overlapped, one unit a granule: the same bits as resident and serial; and near the best family's."""
     packed = models[name]
     resident = resident_plan(packed.spec, packed.weights, batch_seqs=2, kv=kv)
@@ -150,7 +70,7 @@ def test_every_family_of_kernels(models: dict[str, Packed], kv: str, name: str, 
     assert np.abs(expected - run(packed, resident, exact=True)).max() <= NEAR[kv]
 
 
-def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[tuple[str, str], np.ndarray]) -> None:
+def test_a_missing_edge_is_seen(models: Models, oracle: Logits) -> None:
     """The poison works: a run that ignores what it should wait for gives NaN or other numbers."""
     packed = models["llama"]
     plan = _streaming(packed)
@@ -189,7 +109,7 @@ def test_a_missing_edge_is_seen(models: dict[str, Packed], oracle: dict[tuple[st
     hasty.close()
 
 
-def test_the_lists_that_run_are_verified(models: dict[str, Packed]) -> None:
+def test_the_lists_that_run_are_verified(models: Models) -> None:
     """What the engine runs for a streaming plan passes the independent checker, arenas to the byte."""
     from penstock.graph.lower import Lowering
 

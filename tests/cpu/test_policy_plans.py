@@ -13,20 +13,14 @@ from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.places import GPU
-from penstock.store.packed import Packed
+from tests.cpu.placements import FORMATS, NEAR, Logits, Models
 from tests.cpu.test_emulated import on_device
-from tests.cpu.test_placement import FORMATS, NEAR, models, oracle  # noqa: F401 (fixtures)
 from tests.pure.machine import WITH_DEVICE
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("attends", ATTENDS)
-def test_a_policy_is_exact(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    name: str,
-    attends: str,
-) -> None:
+def test_a_policy_is_exact(models: Models, oracle: Logits, name: str, attends: str) -> None:
     packed = models[name]
     ask = Ask(batch=2, context=64, prompt_tokens=32, output_tokens=8, kv="float32", score=True)
     shape = BlockShape(Problem(ask, packed.spec, packed.weights, WITH_DEVICE), GPU.executor, 1, 2, 32, attends)

@@ -12,22 +12,15 @@ from penstock.planner.solve.scheinfer import Slices, plan_of
 from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.parts import parts
-from penstock.store.packed import Packed
+from tests.cpu.placements import DENSE, NEAR, Logits, Models
 from tests.cpu.test_emulated import on_device
-from tests.cpu.test_placement import DENSE, NEAR, models, oracle  # noqa: F401 (fixtures)
 from tests.pure.machine import WITH_DEVICE
 
 
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("attends", [0, 1, 99])
-def test_slices_are_exact(
-    models: dict[str, Packed],  # noqa: F811
-    oracle: dict[tuple[str, str], np.ndarray],  # noqa: F811
-    name: str,
-    prompts: bool,
-    attends: int,
-) -> None:
+def test_slices_are_exact(models: Models, oracle: Logits, name: str, prompts: bool, attends: int) -> None:
     """A layer with nothing on the device, the next with a granule, and so on by turns; the link lifts more or less."""
     packed = models[name]
     spec, weights = packed.spec, packed.weights

@@ -24,8 +24,8 @@ from penstock.spec.format import Format
 from penstock.spec.parts import parts
 from penstock.spec.plan import DeviceRows, Plan, Unit
 from penstock.store.packed import Packed
+from tests.cpu.placements import FORMATS, KV_FORMATS, NEAR, Logits, Models, require_near, run
 from tests.cpu.test_emulated import all_on_device
-from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, run  # noqa: F401 (a fixture)
 from tests.plans import device_plans, make_plan, page_orders, resident_plan
 from tests.pure.machine import model
 
@@ -38,47 +38,23 @@ def on_torch(packed: Packed, plan: Plan, **how: object) -> np.ndarray:
     return run(packed, plan, device=TorchDevice(CPU, ROOMY, 0), **how)
 
 
-@pytest.fixture(scope="module")
-def exact(models: dict[str, Packed]) -> dict[tuple[str, str], np.ndarray]:  # noqa: F811
-    """All in memory, with float32 activations, as torch multiplies."""
-    return {
-        (name, kv): run(
-            packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv=kv), serial=True, exact=True
-        )
-        for name, packed in models.items()
-        for kv in KV_FORMATS
-    }
-
-
 @pytest.mark.fuzz
 @given(st.data())
-def test_any_placement(
-    models: dict[str, Packed],  # noqa: F811
-    exact: dict[tuple[str, str], np.ndarray],
-    data: st.DataObject,
-) -> None:
+def test_any_placement(models: Models, exact: Logits, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
     plan, order = data.draw(page_orders(plan))
-    found, expected, near = on_torch(packed, plan, order=order, exact=True, poisoned=True), exact[name, kv], NEAR[kv]
-    assert np.abs(found - expected).max() <= near
-    ordered = np.sort(expected, axis=1)
-    decided = ordered[:, -1] - ordered[:, -2] > 2 * near
-    assert (found.argmax(axis=1) == expected.argmax(axis=1))[decided].all()
+    require_near(on_torch(packed, plan, order=order, exact=True, poisoned=True), exact[name, kv], NEAR[kv])
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_all_on_the_device(
-    models: dict[str, Packed],  # noqa: F811
-    exact: dict[tuple[str, str], np.ndarray],
-    name: str,
-) -> None:
+def test_all_on_the_device(models: Models, exact: Logits, name: str) -> None:
     packed = models[name]
     assert np.abs(on_torch(packed, all_on_device(packed)) - exact[name, "float32"]).max() <= NEAR["float32"]
 
 
-def test_the_cap_counts_the_context(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_the_cap_counts_the_context(models: Models) -> None:
     packed = models["llama"]
     plan = all_on_device(packed)
     need = plan.tier_bytes()["gpu0"] + 1000

@@ -22,9 +22,9 @@ from penstock.runtime.device.cuda.device import TorchDevice
 from penstock.serve.session import Session
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
+from tests.cpu.placements import FORMATS, KV_FORMATS, NEAR, Logits, Models, require_near, run
 from tests.cpu.test_emulated import all_on_device
-from tests.cpu.test_placement import FORMATS, KV_FORMATS, NEAR, models, run  # noqa: F401 (a fixture)
-from tests.plans import device_plans, resident_plan
+from tests.plans import device_plans
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,37 +43,17 @@ def card(limit_bytes: int = ROOMY, **how: object) -> TorchDevice:
     return TorchDevice(device, limit_bytes, 0, kernels=replace(choose(device)[0], matmul="float32"), **how)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def exact(models: dict[str, Packed]) -> dict[tuple[str, str], np.ndarray]:  # noqa: F811
-    return {
-        (name, kv): run(
-            packed, resident_plan(packed.spec, packed.weights, batch_seqs=2, kv=kv), serial=True, exact=True
-        )
-        for name, packed in models.items()
-        for kv in KV_FORMATS
-    }
-
-
 @settings(max_examples=int(os.environ.get("PENSTOCK_GPU_PLANS", "8")))
 @given(st.data())
-def test_any_placement(
-    models: dict[str, Packed],  # noqa: F811
-    exact: dict[tuple[str, str], np.ndarray],
-    data: st.DataObject,
-) -> None:
+def test_any_placement(models: Models, exact: Logits, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(models)))
     packed, kv = models[name], data.draw(st.sampled_from(KV_FORMATS))
     plan = data.draw(device_plans(packed.spec, packed.weights, cached=True, batch_seqs=2, kv=kv))
-    found = run(packed, plan, device=card(), exact=True, poisoned=True)
-    expected, near = exact[name, kv], NEAR[kv]
-    assert np.abs(found - expected).max() <= near
-    ordered = np.sort(expected, axis=1)
-    decided = ordered[:, -1] - ordered[:, -2] > 2 * near
-    assert (found.argmax(axis=1) == expected.argmax(axis=1))[decided].all()
+    require_near(run(packed, plan, device=card(), exact=True, poisoned=True), exact[name, kv], NEAR[kv])
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_recorded_steps_are_the_launched_ones(models: dict[str, Packed], name: str) -> None:  # noqa: F811
+def test_recorded_steps_are_the_launched_ones(models: Models, name: str) -> None:
     """Graphs give the bits that the same calls give one by one, at every position."""
     packed = models[name]
     plan = all_on_device(packed)
@@ -97,7 +77,7 @@ def test_recorded_steps_are_the_launched_ones(models: dict[str, Packed], name: s
     assert np.array_equal(recorded, launched)
 
 
-def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_the_cap_is_hard(models: Models) -> None:
     packed = models["llama"]
     plan = all_on_device(packed)
     need = plan.tier_bytes()["gpu0"]
@@ -112,7 +92,7 @@ def test_the_cap_is_hard(models: dict[str, Packed]) -> None:  # noqa: F811
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_memory_comes_back(models: dict[str, Packed]) -> None:  # noqa: F811
+def test_memory_comes_back(models: Models) -> None:
     """A closed session leaves its memory to the next one, and its host memory unpinned."""
     packed: Packed = models["llama"]
     plan: Plan = all_on_device(packed)
