@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.quality import MODEL, TEXT, load
+from bench.report import model_folder
 from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
 from penstock.spec.format import parse_format
@@ -52,11 +52,11 @@ def last_words(engine: Engine, count: int) -> float:
 def measure(model: Path, text: str, words: int) -> dict[str, Any]:
     """Of one model in each setting, perplexities also as shares of the exact one."""
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+    with model_folder(None) as folder:
         for fmt in dict.fromkeys(fmt for fmt, *_ in SETTINGS.values()):
-            pack(model, Path(folder) / fmt, parse_format(fmt))
+            pack(model, folder / fmt, parse_format(fmt))
         for name, (fmt, exact, kv, attention) in SETTINGS.items():
-            engine = load(Path(folder), fmt, exact, kv, attention)
+            engine = load(folder, fmt, exact, kv, attention)
             perplexity = evaluate(engine, text).perplexity
             rows[name] = {"perplexity": perplexity, "last_words": last_words(engine, words)}
             rows[name]["vs_exact"] = perplexity / rows["exact"]["perplexity"]

@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 from pathlib import Path
 
 from bench.cpu import DEFAULT_SHAPES
+from bench.offload_engines import tell
 from bench.peers import token_ids
+from bench.report import model_folder
 from penstock.runtime.ceilings import ceilings_apart
 from penstock.runtime.host import usable_cpus
 from penstock.serve.engine import Engine
@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=3)
     wanted = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        model = (wanted.folder or Path(temporary)) / f"{DEFAULT_SHAPES['1b'].stem}-int4"
+    with model_folder(wanted.folder) as folder:
+        model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
         if not model.exists():
             synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
         ask = Ask(prompt_tokens=NEW, output_tokens=ANSWER, context=CONTEXT)
@@ -84,7 +84,7 @@ def main() -> None:
     later = turns_s[1:]  # the first turn has no answer before it
     middle = statistics.median(later)
     for turn, seconds in enumerate(turns_s, start=1):
-        print(f"turn {turn:2}: first token {1e3 * seconds:6.1f} ms", file=sys.stderr)
+        tell(f"turn {turn:2}: first token {1e3 * seconds:6.1f} ms")
     off = max(abs(seconds / middle - 1) for seconds in later)
     peak = max(before.float32_flops_per_s, after.float32_flops_per_s)
     attention_s = [each / peak for each in flops]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES
+from bench.offload_engines import tell
 from bench.peers import token_ids
+from bench.report import model_folder
 from penstock.planner.bound import score_s
 from penstock.planner.candidate import Compared
 from penstock.planner.predict import Prediction
@@ -88,8 +88,10 @@ def setting(model: Path, share: float, ask: Ask, machine: MachineSpec, rounds: i
              and each.candidate.plan.ring_bytes == chosen.plan.ring_bytes][:1]  # fmt: skip
     fastest_s = min(row["measured_s"] for row in rows)
     for row in rows:
-        print(f"  {row['strategy']:32} predicted {row['predicted_s']:8.3f} s, measured {row['measured_s']:8.3f} s "
-              f"({row['least_s']:.3f} to {row['most_s']:.3f})", file=sys.stderr, flush=True)  # fmt: skip
+        tell(
+            f"  {row['strategy']:32} predicted {row['predicted_s']:8.3f} s, measured {row['measured_s']:8.3f} s "
+            f"({row['least_s']:.3f} to {row['most_s']:.3f})"
+        )
     return {
         "model": model.name, "share": share, "prompt": ask.prompt_tokens, "output": ask.output_tokens,
         "batch": ask.batch, "objective": ask.objective, "chosen": rows[at]["strategy"],
@@ -115,17 +117,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     wanted = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        folder = wanted.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with model_folder(wanted.folder) as folder:
         machine = probe_apart(folder, formats=("int4",), kv_formats=("float16",))
         for shape, share, ask in SETTINGS:
             model = folder / f"{DEFAULT_SHAPES[shape].stem}-int4"
             if not model.exists():
-                print(f"writing {model.name}", file=sys.stderr, flush=True)
+                tell(f"writing {model.name}")
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
-            print(f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            tell(f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}")
             rows.append(setting(model, share, ask, machine, wanted.rounds))
     print(json.dumps({"bench": "choice", "worst_ratio": max(row["ratio"] for row in rows), "rows": rows}))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.report import model_folder
 from penstock.store.synth import synth
 from penstock.units import MIB, format_bytes
 from tests.cpu.memory_cgroup import memory_cgroup, run_inside
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the model here; default a temporary folder")
     parser.add_argument("--tokens", type=int, default=6)
     wanted = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        found = measure(wanted.folder or Path(temporary), wanted.tokens)
+    with model_folder(wanted.folder) as folder:
+        found = measure(folder, wanted.tokens)
     print(f"peak {format_bytes(found['peak_host_bytes'])} of {format_bytes(LIMIT_BYTES)}", end="; ")
     print(f"{found['planned_share_of_limit']:.1%} of the limit in use", end="; ")
     print(f"{format_bytes(found['disk_bytes_per_token'])} read per token")

@@ -14,7 +14,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES
+from bench.offload_engines import tell
 from bench.peers import token_ids
+from bench.report import model_folder
 from penstock.planner.predict import predict
 from penstock.planner.reads import with_reads
 from penstock.planner.solve import candidates, settle_context
@@ -237,15 +238,13 @@ def main() -> None:
     if wanted.ceilings is not None:
         print(json.dumps(measured_ceilings(wanted.ceilings)))
         return
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        folder = wanted.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with model_folder(wanted.folder) as folder:
         start_s, rows = time.perf_counter(), []
         host = load_or_probe(folder, whole=not wanted.quick)
         chosen = choose("cuda", host, None, folder)
         if chosen.name != "cuda":
             sys.exit(f"bench.gpu: {chosen.reason}")
-        print(f"probed after {time.perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
+        tell(f"probed after {time.perf_counter() - start_s:.0f} s")
         for setting in SETTINGS:
             if wanted.only and not setting.name.startswith(tuple(wanted.only)):
                 continue
@@ -260,7 +259,7 @@ def main() -> None:
                 row = {"setting": setting.name, "error": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+            tell(json.dumps(row))
         print(json.dumps({"bench": "gpu", "took_s": time.perf_counter() - start_s, "rows": rows}))
 
 

@@ -20,7 +20,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +31,7 @@ from bench.clients import Server, Stream, counted_tokens_per_s, cpu_s, kept_busy
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
 from bench.page_shots import BUNDLED
+from bench.report import model_folder
 from bench.tab import Tab, opened
 from penstock.runtime import host
 from penstock.runtime.probe import load_or_probe
@@ -147,9 +147,7 @@ def main() -> None:
     if {"cost", "open"} & set(wanted.only) and shutil.which("chromium") is None:
         sys.exit("there is no chromium here: --only masks needs none")
     figures: Figures = dict.fromkeys(PARTS)
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir="/var/tmp") as temporary:
-        folder = (wanted.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with model_folder(wanted.folder) as folder:
         load_or_probe(folder / "cache", disk_folder=folder)
         if "masks" in wanted.only:
             figures["masks"] = masks.measure(wanted.config, folder, wanted.turns)

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -30,6 +29,7 @@ from typing import Any
 
 from bench import predict_quick
 from bench.cpu import DEFAULT_SHAPES
+from bench.offload_engines import tell
 from bench.peers import token_ids
 from bench.predict_quick import Hasty, keep_machine, kept_machine, renewed_fields
 from bench.report import Report, last_line, model_folder
@@ -165,7 +165,7 @@ def in_turns(
                 if keep:
                     with keep.open("a") as kept:
                         kept.write(json.dumps({"about": about, **row}) + "\n")
-                print(line(row), file=sys.stderr, flush=True)
+                tell(line(row))
                 add(setting, row)
                 failed.discard(setting)
 
@@ -324,7 +324,7 @@ def main() -> None:
         models = {shape: folder / f"{DEFAULT_SHAPES[shape].stem}-int4" for shape in wanted.shapes}
         for shape, model in models.items():
             if not model.exists():
-                print(f"writing {model.name}", file=sys.stderr, flush=True)
+                tell(f"writing {model.name}")
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file:
@@ -334,7 +334,7 @@ def main() -> None:
                 settings, models, machine, wanted.attempts, most_s, wanted.rows, known, repeat_s, report, kept,
                 wanted.part, about,
             )  # fmt: skip
-            print(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s", file=sys.stderr)
+            tell(f"{machine.probes} probes, the last took {machine.probe_s:.1f} s")
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

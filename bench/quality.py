@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import penstock
+from bench.report import model_folder
 from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
 from penstock.serve.loading import Loading
@@ -64,8 +64,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--bytes", type=int, default=None, help="only the first so many characters")
     wanted = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        rows = measure(wanted.model, wanted.text.read_text(encoding="utf-8")[: wanted.bytes], Path(folder))
+    with model_folder(None) as folder:
+        rows = measure(wanted.model, wanted.text.read_text(encoding="utf-8")[: wanted.bytes], folder)
     print(json.dumps({"bench": "quality", "model": wanted.model.name, "text": wanted.text.name, **rows}))
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -231,9 +230,9 @@ def kv_ratio(characters: int) -> float:
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack
 
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        pack(MODEL, Path(folder) / "float32", parse_format("float32"))
-        caches = {kv: load(Path(folder), "float32", True, kv) for kv in ("float16", "int4")}
+    with model_folder(None) as folder:
+        pack(MODEL, folder / "float32", parse_format("float32"))
+        caches = {kv: load(folder, "float32", True, kv) for kv in ("float16", "int4")}
         rows = compared(caches, TEXT.read_text(encoding="utf-8")[:characters])
     return float(rows["int4"]["perplexity"] / rows["float16"]["perplexity"])
 

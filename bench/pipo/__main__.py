@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES, spread
+from bench.offload_engines import tell
 from bench.pipo import reads, tables
 from bench.pipo.link import link
 from bench.pipo.rounds import Row
 from bench.pipo.settings import OURS, Workshop, guessed_machine
 from bench.predict import Machine
+from bench.report import model_folder
 from penstock.runtime import host
 from penstock.runtime.ceilings import Ceilings
 from penstock.runtime.probe_disk import probe_file
@@ -83,12 +85,10 @@ def main() -> None:
     if wanted.rounds:
         scale = replace(scale, rounds=wanted.rounds)
     start_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-        folder = wanted.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with model_folder(wanted.folder) as folder:
         model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
         if not model.exists():
-            print(f"writing {model.name}", file=sys.stderr, flush=True)
+            tell(f"writing {model.name}")
             synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file, tempfile.TemporaryDirectory(dir=folder, prefix="pipo-") as scratch:
