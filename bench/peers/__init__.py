@@ -6,6 +6,7 @@ work alone; between commands it sleeps on its standard input, so that it takes n
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 PROMPT_TOKENS = 16  # before a decode; attention over so few costs next to nothing
 Answer = dict[str, Any]  # seconds, and what the work comes to: bytes of weights or of KV, flops
+Loaded = tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]  # facts of a model, and commands by their names
 
 
 def token_ids(vocab: int, count: int, seed: int = 0) -> NDArray[np.int32]:
@@ -33,7 +35,23 @@ def followed_ids(vocab: int, first: int, count: int) -> NDArray[np.int32]:
     return token_ids(vocab, first + count, seed=7)[first:]
 
 
-def serve(load: Callable[[], tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]]) -> None:
+def packed_arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every worker of penstock is told that plans by the machine's figures."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    return parser
+
+
+def limited_arguments(description: str | None) -> argparse.ArgumentParser:
+    """The same, for plans within a limit."""
+    parser = packed_arguments(description)
+    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
+    parser.add_argument("--context", type=int, required=True)
+    return parser
+
+
+def serve(load: Callable[[], Loaded]) -> None:
     """A worker's whole life. `load` gives facts to tell and the commands by name."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer

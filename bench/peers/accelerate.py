@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import accelerate
 import torch
 import transformers
 
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, serve, token_ids
 from penstock.runtime import host
 
 
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of prompts of `decode_block`")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         how = (wanted.cpu_bytes, wanted.copied, wanted.threads, wanted.sequences, wanted.prompt)
         peer = Offloaded(wanted.checkpoint, wanted.offload, *how)
         return peer.facts(), {"decode": peer.decode, "decode_block": peer.decode_block}

@@ -5,17 +5,16 @@ Prompts and decoding are two commands, so that ceilings can be read between them
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers import Answer, serve, token_ids
+from bench.peers import Answer, Loaded, packed_arguments, serve, token_ids
 from bench.peers.streamed import streamed_bytes
 from penstock.graph import ops, passes
 from penstock.graph.arenas import Layout
@@ -179,14 +178,12 @@ def matrix_ops(plan: Plan, rows: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser = packed_arguments(__doc__)
     parser.add_argument("--ask", required=True, help="the fields of an Ask, as JSON")
     parser.add_argument("--plan", type=Path, help="default: the plan of the ask")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         plan = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
         ours = Block(wanted.model, Ask(**json.loads(wanted.ask)), wanted.cache, plan)
         return ours.facts(), {"prompts": ours.prompts, "decode": ours.decode, "steps": ours.steps}

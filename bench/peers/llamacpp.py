@@ -13,7 +13,6 @@ import argparse
 import ctypes
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers import PROMPT_TOKENS, Answer, followed_ids, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, followed_ids, serve, token_ids
 from bench.peers.random_gguf import bytes_per_token, load_config
 from penstock.runtime import host
 
@@ -177,7 +176,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of prompts of `decode_block`")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         config = load_config(wanted.config)
         how = (wanted.mmap, not wanted.plain, wanted.sequences, wanted.kv, wanted.prompt)
         peer = LlamaCpp(wanted.model, config, wanted.threads, wanted.context, *how)

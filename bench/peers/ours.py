@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, serve, token_ids
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Attend
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--isa", help="the family of kernels; default the best")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         ours = Ours(wanted.model, wanted.threads, wanted.context, wanted.sequences, wanted.sparsity, wanted.isa)
         commands: dict[str, Callable[[int], Answer]] = {
             "prefill": ours.prefill,

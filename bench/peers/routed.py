@@ -5,17 +5,17 @@ What caches miss is counted beside them: from what routers were heard to say, by
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.peers import Answer, followed_ids, serve, token_ids
+from bench.peers import Answer, Loaded, followed_ids, limited_arguments, serve, token_ids
+from bench.peers.streamed import embedding_row_bytes
 from penstock.graph import passes
 from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
@@ -265,21 +265,15 @@ class RoutedModel:
         return sum(self.plan.unit_bytes(u) for u in units)
 
     def _embedding_bytes(self, ids: np.ndarray[Any, np.dtype[np.int32]]) -> int:
-        """Of a table on disk the granule that each token's row lies in."""
-        away = any(unit.part == "embed" and unit.home == "disk0" for unit in self.plan.units)
-        return len(ids) * self.plan.parts["embed"].granule_bytes if away else 0
+        return len(ids) * embedding_row_bytes(self.plan)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
-    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
-    parser.add_argument("--context", type=int, required=True)
+    parser = limited_arguments(__doc__)
     parser.add_argument("--prompt", type=int, default=1, help="tokens that the plan is made for")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         lengths = {"prompt_tokens": wanted.prompt, "output_tokens": OUTPUT_TOKENS, "context": wanted.context}
         ours = RoutedModel(wanted.model, Ask(batch=1, host_memory_bytes=wanted.limit, **lengths), wanted.cache)
         commands = {

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, limited_arguments, serve, token_ids
 from penstock.runtime import host
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
+from penstock.spec.part_keys import head_key
 from penstock.spec.places import DISK, HOST
 from penstock.spec.plan import Plan
 
@@ -71,14 +70,10 @@ class Streamed:
         chunks = [ids[at : at + plan.chunk_rows] for at in range(0, len(ids), plan.chunk_rows)]
         granule_rows = plan.parts["embed"].granule_rows
         granules = sum(len(np.unique(np.array(chunk) // granule_rows)) for chunk in chunks)
-        head = sum(plan.unit_bytes(u) for u in plan.units if u.part == head_part(plan) and u.home == "disk0")
+        head = sum(plan.unit_bytes(u) for u in plan.units if u.part == head_key(plan.target.spec) and u.home == "disk0")
         weights = streamed_bytes(plan) - row
         # The head is read for the prompt's last row alone.
         return len(chunks) * (weights - head) + head + steps * weights + (granules + steps) * row
-
-
-def head_part(plan: Plan) -> str:
-    return "embed" if plan.target.spec.tied else "head"
 
 
 def embedding_row_bytes(plan: Plan) -> int:
@@ -101,15 +96,11 @@ def weight_bytes(plan: Plan) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
-    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
-    parser.add_argument("--context", type=int, required=True)
+    parser = limited_arguments(__doc__)
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens that the plan is made for")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         lengths = {"prompt_tokens": wanted.prompt, "output_tokens": OUTPUT_TOKENS, "context": wanted.context}
         ours = Streamed(wanted.model, Ask(batch=1, host_memory_bytes=wanted.limit, **lengths), wanted.cache)
         return ours.facts(), {"decode": ours.decode, "prefill": ours.prefill}

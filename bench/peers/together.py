@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, limited_arguments, serve, token_ids
 from penstock.runtime import host
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
@@ -17,11 +12,7 @@ from penstock.spec.ask import Ask
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
-    parser.add_argument("--limit", type=int, help="bytes of the whole process; default all weights stay in memory")
-    parser.add_argument("--context", type=int, required=True)
+    parser = limited_arguments(__doc__)
     parser.add_argument("--sequences", type=int, required=True)
     parser.add_argument("--output", type=int, required=True, help="tokens that the plan is made for")
     parser.add_argument(
@@ -29,7 +20,7 @@ def main() -> None:
     )
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         ask = Ask(
             batch=wanted.sequences, context=wanted.context, prompt_tokens=PROMPT_TOKENS, output_tokens=wanted.output,
             host_memory_bytes=wanted.limit,

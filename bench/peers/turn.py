@@ -3,13 +3,10 @@ its scheduler and HTTP, as a worker of `bench.serve`."""
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from bench.peers import PROMPT_TOKENS, Answer, serve, token_ids
+from bench.peers import PROMPT_TOKENS, Answer, Loaded, packed_arguments, serve, token_ids
 from penstock import _native
 from penstock.graph.batch import Batch
 from penstock.graph.ops import attend_cost
@@ -25,15 +22,13 @@ _ALONE = 1  # the sequence that has nothing before its tokens; 0 has the chat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--cache", type=Path, required=True, help="where the probe's figures are kept")
+    parser = packed_arguments(__doc__)
     parser.add_argument("--plan", type=Path, help="the server's: of two sequences at least; default one all in memory")
     parser.add_argument("--context", type=int, help="of a plan all in memory")
     parser.add_argument("--limit", type=int, help="bytes of the whole process, as the plan was made for")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         given = plans.loads(wanted.plan.read_text(), str(wanted.plan)) if wanted.plan else None
         ask = Ask(
             batch=2, context=wanted.context, prompt_tokens=PROMPT_TOKENS, host_memory_bytes=wanted.limit

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.peers import Answer, serve
+from bench.peers import Answer, Loaded, serve
 from penstock.graph import ops, passes
 from penstock.graph.recent import PAIR_BYTES
 from penstock.graph.records import Records
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="the folder of this machine's figures; default the user's")
     wanted = parser.parse_args()
 
-    def load() -> tuple[dict[str, Any], dict[str, Callable[[int], Answer]]]:
+    def load() -> Loaded:
         ours = Within(wanted.model, wanted.limit, wanted.context, wanted.sparsity, wanted.cache)
         return ours.facts(), {"decode": ours.decode}
 
