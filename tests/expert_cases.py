@@ -18,7 +18,7 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Routed, Router
 from penstock.spec.parts import parts
-from tests.kernel_cases import NOTHING, granules_of
+from tests.kernel_cases import NOTHING, OnDevice, granules_of
 
 # (what is routed, d_model, rows, weights). An expert has one granule or two, and a tail; several tiles of 16 rows. One
 # has more slots than a launch, more groups than are kept, a bias that decides, and experts that nobody wants.
@@ -40,7 +40,7 @@ FIXED = [
 
 
 @dataclass
-class ExpertCase:
+class ExpertCase(OnDevice):
     """A layer's router and experts with random weights. `run` does every op by both families."""
 
     routed: Routed
@@ -58,16 +58,6 @@ class ExpertCase:
         spec = ModelSpec("llama", "float32", 20, self.d, self.d, 64, (self.layer,), self.norm, True, True)
         self.parts = {part.kind: part for part in parts(spec, parse_format(self.weights))}
         self.h = self.rng.normal(size=(self.rows, self.d)).astype(np.float32)
-
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(array)).to(self.device)
-
-    def scratch(self, nbytes: int) -> Any:
-        from penstock.kernels.gpu import memory
-
-        return memory.TensorScratch(
-            torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
-        )  # NaN in any float
 
     def answer(self) -> tuple[experts.Routes, Any]:
         """An answer in which nothing is written yet, for the reference and on the device."""

@@ -132,8 +132,32 @@ def granules_of(part: Part, rng: np.random.Generator) -> np.ndarray:
     return found
 
 
+class OnDevice:
+    """Arrays as tensors of a device."""
+
+    device: torch.device
+    rng: np.random.Generator
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(array)).to(self.device)
+
+    def random(self, *shape: int) -> tuple[np.ndarray, torch.Tensor]:
+        found = self.rng.normal(size=shape).astype(np.float32)
+        return found, self.put(found)
+
+    def blank(self, *shape: int) -> tuple[np.ndarray, torch.Tensor]:
+        found = np.full(shape, NOTHING, np.float32)
+        return found, self.put(found)
+
+    def scratch(self, nbytes: int) -> Any:
+        from penstock.kernels.gpu import memory
+
+        nan = torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)  # in any float
+        return memory.TensorScratch(nan)
+
+
 @dataclass
-class Case:
+class Case(OnDevice):
     """One layer with random weights and a filled cache, whose pages lie in any order; `run` does every op of a pass by
     both families."""
 
@@ -167,24 +191,6 @@ class Case:
         self.t = self.batch.total_rows
 
     # -- data -----------------------------------------------------------------------------------------
-
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(array)).to(self.device)
-
-    def random(self, *shape: int) -> tuple[np.ndarray, torch.Tensor]:
-        found = self.rng.normal(size=shape).astype(np.float32)
-        return found, self.put(found)
-
-    def blank(self, *shape: int) -> tuple[np.ndarray, torch.Tensor]:
-        found = np.full(shape, NOTHING, np.float32)
-        return found, self.put(found)
-
-    def scratch(self, nbytes: int) -> Any:
-        from penstock.kernels.gpu import memory
-
-        return memory.TensorScratch(
-            torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
-        )  # NaN in any float
 
     def fill_pool(self) -> np.ndarray:
         """uint8 [pages, K, bytes]: numbers around 1, what no row should see included."""

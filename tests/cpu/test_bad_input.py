@@ -23,27 +23,11 @@ from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 from tests.cpu.checkpoints import LLAMA, random_tensors, save_checkpoint, save_tensors, save_tokenizer
-from tests.cpu.commands import Outcome, apart, here, machine_cache, refused
+from tests.cpu.commands import Outcome, apart, refused
 from tests.cpu.sealed import edit, reseal
 
 Call = Callable[..., Outcome]
 SMALL_SHARDS = 100_000
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def call(cache: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    """A command with --json in this process. `--cache` first, so that another one counts."""
-
-    def run(name: str, *args: object) -> Outcome:
-        flags = ["--cache", cache] if name in ("run", "plan", "eval", "probe", "demo") else []
-        return here(capsys, name, *flags, "--json", *args)
-
-    return run
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

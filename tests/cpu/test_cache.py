@@ -28,11 +28,6 @@ from tests.cpu.cached_copies import (
 from tests.cpu.checkpoints import random_tensors, save_tensors
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "tiny")
-
-
 def test_the_first_packing_says_what_it_writes_and_the_second_start_is_silent(checkpoint: Path, tmp_path: Path) -> None:
     folder, ears = resolved(checkpoint, tmp_path / "cache")
     assert len(ears.news) == 1 and ears.work == {"packing"}

@@ -31,11 +31,6 @@ def states(cache: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "tiny")
-
-
-@pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 

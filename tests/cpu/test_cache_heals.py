@@ -23,7 +23,6 @@ from penstock.store.verify import verify
 from tests.cpu.cached_copies import (
     Ears,
     held,
-    make_checkpoint,
     names,
     opened,
     replace_file,
@@ -33,11 +32,6 @@ from tests.cpu.cached_copies import (
 from tests.cpu.checkpoints import folder_bytes
 from tests.cpu.commands import MACHINE, here, machine_cache
 from tests.cpu.engines import GREEDY, streaming
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "tiny")
 
 
 def truncate(file: Path) -> None:

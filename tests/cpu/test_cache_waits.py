@@ -21,18 +21,11 @@ from penstock.store.verify import verify
 from tests.cpu.cached_copies import (
     SMALL_SHARDS,
     held,
-    make_checkpoint,
     names,
     replace_file,
     resolved,
 )
 from tests.cpu.commands import machine_cache, start
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "tiny")
-
 
 # Resolves and prints the news and the folder. Stands still once `stop` bytes are packed, until a line comes in.
 CHILD = """

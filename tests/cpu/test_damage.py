@@ -29,7 +29,7 @@ from penstock.store.pack import pack, verify
 from penstock.store.packed import Packed, has_sums, open_packed
 from penstock.store.synth import synth
 from tests.cpu.checkpoints import LLAMA, save_checkpoint
-from tests.cpu.commands import MACHINE, Call, here, machine_cache, refused
+from tests.cpu.commands import MACHINE, Call, refused
 from tests.cpu.engines import GREEDY, load, streaming
 from tests.cpu.placements import PROMPTS, STEPS, Logits, Models
 from tests.cpu.sealed import as_version_2, damaged, edit, flip
@@ -264,20 +264,6 @@ def test_one_byte_of_any_file(
     else:
         assert plan is not None and found == expected
     shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture
-def call(cache: Path, capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(name: str, *args: object) -> Any:
-        flags = ["--cache", cache] if name != "pack" else []
-        return here(capsys, name, *flags, "--json", *args)
-
-    return run
 
 
 def changed(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.commands import ROOT, here, machine_cache
+from tests.cpu.commands import ROOT, here
 from tools.trace_picture import picture
 
 DOCS = ROOT / "docs"
@@ -30,11 +30,6 @@ def console(page: str) -> list[tuple[str, list[str]]]:
         else:
             found[-1][1].append(line)
     return found
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
-from tests.cpu.commands import MACHINE, ROOT, machine_cache
+from tests.cpu.commands import MACHINE, ROOT
 from tests.cpu.engines import GREEDY, STORIES, load, make_model, needs_stories, streaming
 from tests.cpu.sealed import edit
 
@@ -317,11 +317,6 @@ def test_bytes_from_the_disk_are_exact(name: str, weights: str, batch: int, made
 
 
 # --- the Python interface --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
 
 
 def test_llm(made: Any, cache: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,11 @@ from tests.expert_cases import FIXED, ExpertCase
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
 FEW, MANY, TORCH = Kernels(triton=True), Kernels(triton=True, few_rows=0), Kernels(triton=False)
 ALL = pytest.mark.parametrize("kernels", [FEW, MANY, TORCH], ids=["few", "many", "torch"])
 CASES = pytest.mark.parametrize("case", FIXED, ids=[case[-1] for case in FIXED])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.thinned(3)

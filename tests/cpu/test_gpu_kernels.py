@@ -3,7 +3,7 @@ turns it on), torch's as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -32,19 +32,11 @@ from tests.kernel_cases import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, Case,
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
 FEW, MANY, TORCH = Kernels(triton=True), Kernels(triton=True, few_rows=0), Kernels(triton=False)
 ALL = pytest.mark.parametrize("kernels", [FEW, MANY, TORCH], ids=["few", "many", "torch"])
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny: on a busy machine torch's threads wait for each other 20 times longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def some(share: int) -> settings:
@@ -94,13 +86,12 @@ def test_ffns_neuron_by_neuron(spec: ModelSpec, batch: Batch, weights: str, kern
     Case(with_relu(spec), parse_format(weights), parse_format("float32"), batch, kernels, CPU, seed).ffn()
 
 
-@pytest.mark.parametrize("weights", ["float16-neurons", "int4-neurons"])
-def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
-    """Several granules, some still, and rows that fire different neurons; what does not fire may hold anything."""
-    rng = np.random.default_rng(5)
-    ffn = FfnSpec(100, "relu2", True, True, False)
-    part = _ffn_part(0, "ffn", ffn, 40, parse_format(weights))
-    packed = np.stack([np.zeros(part.granule_bytes, np.uint8) for _ in range(part.granules)])
+def random_granules(
+    part: Part, rng: np.random.Generator, gate_bias: Callable[[int], float] = lambda _: 0.0
+) -> np.ndarray:
+    """An FFN's granules uint8 [n, granule_bytes] of random numbers. `gate_bias`: is added to a granule's; far below
+    zero no neuron fires."""
+    packed = np.zeros((part.granules, part.granule_bytes), np.uint8)
     for g, granule in enumerate(packed):
         n = part.rows_of(g, g + 1)
         for block in part.blocks:
@@ -112,9 +103,18 @@ def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
                 granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
             else:
                 values[:, n:] = 0
-                values -= 12 if block.name == "gate_bias" else 0
-                values -= 100 if block.name == "gate_bias" and g == 1 else 0
+                values += gate_bias(g) if block.name == "gate_bias" else 0
                 granule[block.offset : block.offset + block.nbytes] = values.view(np.uint8).reshape(-1)
+    return packed
+
+
+@pytest.mark.parametrize("weights", ["float16-neurons", "int4-neurons"])
+def test_leaving_zeros_out_changes_no_bit(weights: str) -> None:
+    """Several granules, some still, and rows that fire different neurons; what does not fire may hold anything."""
+    rng = np.random.default_rng(5)
+    ffn = FfnSpec(100, "relu2", True, True, False)
+    part = _ffn_part(0, "ffn", ffn, 40, parse_format(weights))
+    packed = random_granules(part, rng, gate_bias=lambda granule: -112.0 if granule == 1 else -12.0)
     h = torch.from_numpy(rng.normal(size=(2, 40)).astype(np.float32))
     found = []
     for skips in (False, True):
@@ -137,19 +137,7 @@ def test_masks_of_neurons(kernels: Kernels, weights: str) -> None:
     rng = np.random.default_rng(6)
     ffn, d, t = FfnSpec(100, "relu", True, True, False), 64, 3
     part = _ffn_part(0, "ffn", ffn, d, parse_format(weights))
-    packed = np.zeros((part.granules, part.granule_bytes), np.uint8)
-    for g, granule in enumerate(packed):
-        n = part.rows_of(g, g + 1)
-        for block in part.blocks:
-            values = rng.normal(size=(block.rows, block.cols)).astype(np.float32)
-            if block.stride:
-                encode_rows(values[:n], block, granule)
-            elif block.tiled:
-                values[n:] = 0
-                granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
-            else:
-                values[:, n:] = 0
-                granule[block.offset : block.offset + block.nbytes] = values.view(np.uint8).reshape(-1)
+    packed = random_granules(part, rng)
     h = rng.normal(size=(t, d)).astype(np.float32)
     active = (rng.random((t, part.granules * 64)) < 0.3).astype(np.uint8)
     want, pending = np.zeros((t, d), np.float32), np.zeros((t, d), np.float32)

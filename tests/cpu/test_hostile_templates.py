@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.serve import template
 from penstock.serve.tokenizer import Tokenizer
 from tests.cpu.commands import ROOT, machine_cache
-from tests.cpu.hostile import checkpoint, refused, save_weights, tokenizer_files, within_limits
+from tests.cpu.hostile import checkpoint, refused, tokenizer_files, within_limits
 from tests.cpu.test_chat_template import CONVERSATIONS, TOOLS, save
 from tests.cpu.warm import Taken, Warm
 
@@ -64,24 +64,14 @@ OTHER = {
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    found = Warm()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_weights(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def run(warm: Warm, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Taken, Path]]:
+def run(
+    warm: Warm, hostile_weights: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Taken, Path]]:
     """`penstock run` of a checkpoint with this template: what it took, and the folder."""
     cache = machine_cache(tmp_path_factory.mktemp("cache"))
 
     def call(text: str) -> tuple[Taken, Path]:
-        folder = checkpoint(tmp_path_factory.mktemp("model") / "model", weights)
+        folder = checkpoint(tmp_path_factory.mktemp("model") / "model", hostile_weights)
         (folder / "chat_template.jinja").write_text(text)
         return warm.run("run", folder, "Hi", "--max-tokens", 1, "--cache", cache), folder
 
@@ -116,9 +106,9 @@ def test_a_template_that_is_none_of_these(run: Callable[[str], tuple[Taken, Path
     within_limits(taken, folder)
 
 
-def test_a_template_in_tokenizer_config_is_named_by_that_file(tmp_path: Path, weights: Path) -> None:
+def test_a_template_in_tokenizer_config_is_named_by_that_file(tmp_path: Path, hostile_weights: Path) -> None:
     config = {**tokenizer_files()["tokenizer_config.json"], "chat_template": MEMORY["string times"]}
-    tokenizer = Tokenizer.open(checkpoint(tmp_path / "model", weights, tokenizer_config_json=config))
+    tokenizer = Tokenizer.open(checkpoint(tmp_path / "model", hostile_weights, tokenizer_config_json=config))
     with pytest.raises(PenstockError, match=r"tokenizer_config\.json: rendering a chat"):
         tokenizer.chat([])
     assert tokenizer.encode("Hi") == [72, 105]  # a new child

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from penstock.errors import PenstockError
 from penstock.serve.tokenizer import Tokenizer
 from penstock.store.packed import TOKENIZER_PEAK
-from tests.cpu.commands import machine_cache
-from tests.cpu.hostile import MIB, checkpoint, refused, save_weights, tokenizer_files, within_limits
+from tests.cpu.hostile import MIB, checkpoint, refused, tokenizer_files, within_limits
 from tests.cpu.test_tokenizer import build
 from tests.cpu.warm import Taken, Warm
 
@@ -134,29 +133,12 @@ SIDE_FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    found = Warm()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_weights(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture
-def run(warm: Warm, weights: Path, cache: Path, tmp_path: Path) -> Callable[..., tuple[Taken, Path]]:
+def run(warm: Warm, hostile_weights: Path, cache: Path, tmp_path: Path) -> Callable[..., tuple[Taken, Path]]:
     """`penstock run` of a checkpoint with these files: what it took, and the folder."""
 
     def call(*arguments: object, **files: Any) -> tuple[Taken, Path]:
-        folder = checkpoint(tmp_path / "model", weights, **files)
+        folder = checkpoint(tmp_path / "model", hostile_weights, **files)
         text = "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
         return warm.run("run", folder, text, "--max-tokens", 4, "--cache", cache, *arguments), folder
 

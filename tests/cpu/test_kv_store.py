@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +11,17 @@ import pytest
 
 from penstock.errors import BadRequest, StorageFailed
 from penstock.graph.arenas import with_arenas
-from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
 from penstock.serve.kv_store import KvStore, store_key
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
-from penstock.serve.told import Ended
 from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from tests.cpu.engines import load, make_model
-from tests.cpu.test_service import Heard
+from tests.cpu.kept_kv import PROMPT, SIZES, answered, store
 from tests.plans import resident_plan
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
-PROMPT = np.random.default_rng(2).integers(0, 200, 200).tolist()
-SIZES = {"batch_seqs": 2, "chunk_rows": 64, "logits_rows": 64, "context": 256}
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +34,10 @@ def plan(folder: Path) -> Plan:
     return with_arenas(replace(resident_plan(packed.spec, packed.weights, **SIZES), kv_pages=6))
 
 
-def store(engine: Engine, where: Path, pages: int = 100) -> KvStore:
-    page_bytes = engine.session.kv_pages.page_bytes
-    return KvStore(where, store_key(engine.plan, engine.packed.sums, False), page_bytes, pages * (page_bytes + 32))
-
-
 def ask(folder: Path, where: Path, *prompts: list[int], pages: int = 100, owner: str = "") -> list[Generation]:
     """What a server says that starts, answers one prompt after the other, with time between, and ends."""
-    answers = []
-    with load(folder, plan=plan(folder)) as engine, closing(
-        Service(engine, prompt_rows=8, queue=9, store=store(engine, where, pages))
-    ) as service:  # fmt: skip
-        for ids in prompts:
-            heard = Heard()
-            service.submit(ids, PARAMS, heard.tell, owner=owner)
-            _, told = heard.end()
-            assert isinstance(told, Ended)
-            answers.append(told.answer)
-            while service._unsaved():  # pages are kept while nobody asks
-                time.sleep(0.01)
-    return answers
+    with load(folder, plan=plan(folder)) as engine:
+        return answered(engine, where, prompts, PARAMS, pages, owner)
 
 
 def files(where: Path) -> list[Path]:

@@ -7,7 +7,6 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock import _native
@@ -17,7 +16,6 @@ from penstock.runtime import kv_pages
 from penstock.runtime.kv_file import KvFile
 from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation
-from penstock.serve.kv_store import KvStore, store_key
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
@@ -30,12 +28,11 @@ from penstock.store.synth import synth
 from tests.cpu.commands import MACHINE
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import make_model, streaming
+from tests.cpu.kept_kv import PROMPT, SIZES, answered, store
 from tests.cpu.test_service import Heard
 from tests.plans import make_plan
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=3)
-PROMPT = np.random.default_rng(2).integers(0, 200, 200).tolist()
-SIZES = {"batch_seqs": 2, "chunk_rows": 64, "logits_rows": 64, "context": 256}
 HOMES = ["RAM", "a disk", "a disk for some", "RAM through windows", "a device"]
 
 
@@ -66,27 +63,11 @@ def opened(folder: Path, home: str, kv: str = "float32") -> closing[Engine]:
     return closing(Engine.load(folder, Ask(), how))
 
 
-def store(engine: Engine, where: Path, pages: int = 100) -> KvStore:
-    page_bytes = engine.session.kv_pages.page_bytes
-    return KvStore(where, store_key(engine.plan, engine.packed.sums, False), page_bytes, pages * (page_bytes + 32))
-
-
 def ask(folder: Path, home: str, where: Path, *prompts: list[int], pages: int = 100) -> list[Generation]:
     """What a server says that starts, answers one prompt after the other, with time between, and ends."""
-    answers = []
-    with opened(folder, home) as engine, closing(
-        Service(engine, prompt_rows=8, queue=9, store=store(engine, where, pages))
-    ) as service:  # fmt: skip
+    with opened(folder, home) as engine:
         engine.session.kv_pages.require_seen()
-        for ids in prompts:
-            heard = Heard()
-            service.submit(ids, PARAMS, heard.tell)
-            _, told = heard.end()
-            assert isinstance(told, Ended)
-            answers.append(told.answer)
-            while service._unsaved():  # pages are kept while nobody asks
-                time.sleep(0.01)
-    return answers
+        return answered(engine, where, prompts, PARAMS, pages)
 
 
 def said(answer: Generation) -> object:

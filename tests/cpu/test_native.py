@@ -5,9 +5,7 @@ import gc
 import os
 import platform
 import signal
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from penstock import _native as native
 from penstock.kernels.cpu import available
+from tests.cpu.random_file import RandomFile
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -150,31 +149,14 @@ def test_impossible_sizes() -> None:
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-class File:
-    """A file of random bytes with an odd length, open for direct reads."""
-
-    def __init__(self, path: Path, nbytes: int = 5 * MIB + 1234) -> None:
-        self.path = path
-        self.content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
-        path.write_bytes(self.content.tobytes())
-        self.fd, self.direct = native.open_direct(str(path))
-
-
-@pytest.fixture(scope="module")
-def file() -> Iterator[File]:
-    # Not in /tmp, which is often a tmpfs: that has no disk to read around the cache.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        opened = File(Path(folder) / "random")
-        yield opened
-        os.close(opened.fd)
-
-
 BLOCKS = [PAGE, 3 * PAGE, 256 * 1024, 5 * 4 * 1024 * 17, MIB, 64 * MIB]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.integers(0, 1300), pages=st.integers(0, 1300), into=st.integers(0, 8), block=st.sampled_from(BLOCKS))
-def test_direct_reads_give_the_bytes_of_the_file(file: File, first: int, pages: int, into: int, block: int) -> None:
+def test_direct_reads_give_the_bytes_of_the_file(
+    file: RandomFile, first: int, pages: int, into: int, block: int
+) -> None:
     offset, nbytes, start = first * PAGE, pages * PAGE, into * PAGE
     memory = native.Memory(start + max(nbytes, 1) + PAGE)
     array = view(memory)
@@ -187,7 +169,7 @@ def test_direct_reads_give_the_bytes_of_the_file(file: File, first: int, pages: 
 
 
 @pytest.mark.parametrize("block", [1, 777, 10 * MIB])
-def test_buffered_reads_need_no_alignment(file: File, block: int) -> None:
+def test_buffered_reads_need_no_alignment(file: RandomFile, block: int) -> None:
     memory = native.Memory(PAGE)
     with open(file.path, "rb") as buffered:
         assert native.read_into(buffered.fileno(), 33, memory.address + 1, 4001, block) == 4001
@@ -198,7 +180,7 @@ def test_buffered_reads_need_no_alignment(file: File, block: int) -> None:
     assert np.array_equal(view(memory)[10:4002], file.content[42:4034])
 
 
-def test_direct_reads_leave_no_copy_in_the_page_cache(file: File) -> None:
+def test_direct_reads_leave_no_copy_in_the_page_cache(file: RandomFile) -> None:
     if not file.direct or os.major(file.path.stat().st_dev) == 0:
         pytest.skip("no O_DIRECT here, or no disk of its own behind this file system")
     nbytes = file.content.size // PAGE * PAGE
@@ -216,7 +198,7 @@ def blocks_read() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
 
-def test_errors_carry_errno(file: File, tmp_path: Path) -> None:
+def test_errors_carry_errno(file: RandomFile, tmp_path: Path) -> None:
     memory = native.Memory(PAGE)
     reader, writer = os.pipe()
     closed = os.dup(file.fd)
@@ -243,7 +225,7 @@ def test_errors_carry_errno(file: File, tmp_path: Path) -> None:
             native.read_into(file.fd, 0, memory.address, nbytes, block)
 
 
-def test_open_direct_is_read_only_and_not_inherited(file: File) -> None:
+def test_open_direct_is_read_only_and_not_inherited(file: RandomFile) -> None:
     assert not os.get_inheritable(file.fd)
     with pytest.raises(OSError):
         os.write(file.fd, b"x")

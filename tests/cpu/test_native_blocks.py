@@ -3,8 +3,6 @@ whatever shares a call. `test_native_ops` holds all ops to the table."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,14 +15,7 @@ from penstock.spec.blocks import BLOCKS
 from penstock.spec.format import Format, parse_format, tiles
 from penstock.spec.parts import Block
 from tests.blocks import random_matrix
-
-ISAS = list(cpu.available())
-SCRATCH = np.zeros(1 << 22, np.uint8)
-COMPUTE = {(isa, threads): _native.Compute(isa, threads) for isa in ISAS for threads in (1, 3)}
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
+from tests.cpu.native_products import COMPUTE, ISAS, SCRATCH, accumulated, address
 
 
 def granules_of(fmt: Format, count: int, rows: int, cols: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,23 +71,7 @@ def test_the_same_bits_however_it_is_cut(
     fmt, cols = parse_format(kind), 32 * groups
     weights, _ = granules_of(fmt, granules, rows, cols, groups)
     x = np.random.default_rng(t).normal(size=(t, granules * cols)).astype(np.float32)
-    m = cpu.matrix(Block("o", rows, cols, fmt, 0))
-
-    def run(x: np.ndarray, cuts: list[int], threads: int) -> np.ndarray:
-        total = np.full((len(x), rows), np.nan, np.float32)
-        for lo, hi in pairwise(cuts):
-            COMPUTE[isa, threads].out(
-                weights=address(weights[lo]), count=hi - lo, stride=weights.shape[1], matrix=m,
-                a=address(x) + 4 * lo * cols, a_stride=x.shape[1], t=len(x), partial=address(total),
-                starts_sum=lo == 0, exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
-            )  # fmt: skip
-        return total
-
-    whole = run(x, [0, granules], 1)
-    assert np.isfinite(whole).all()
-    assert np.array_equal(run(x, sorted({0, granules // 2, granules}), 3), whole)
-    alone = np.concatenate([run(x[i : i + 1].copy(), [0, granules], 1) for i in range(t)])
-    assert np.array_equal(alone, whole)
+    assert np.isfinite(accumulated(isa, weights, Block("o", rows, cols, fmt, 0), x, exact)).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

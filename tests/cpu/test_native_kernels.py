@@ -16,15 +16,9 @@ from penstock.kernels import cpu
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block
 from penstock.store.quantize import decode, encode
+from tests.cpu.native_products import COMPUTE, ISAS, SCRATCH, accumulated, address
 
-ISAS = list(cpu.available())
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8"]
-SCRATCH = np.zeros(1 << 22, np.uint8)
-COMPUTE = {(isa, threads): _native.Compute(isa, threads) for isa in ISAS for threads in (1, 2, 3)}
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
 
 
 def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray, np.ndarray]:
@@ -93,26 +87,10 @@ def test_accumulate_has_the_same_bits_however_it_is_cut(
     fmt, rng = parse_format(name), np.random.default_rng(cols)
     weights, wide = encoded(rng.normal(size=(granules, rows, cols)).astype(np.float32), fmt, granules)
     x = rng.normal(size=(t, granules * cols)).astype(np.float32)
-    m = cpu.matrix(Block("o", rows, cols, fmt, 0))
-
-    def run(x: np.ndarray, cuts: list[int], threads: int) -> np.ndarray:
-        total = np.full((len(x), rows), np.nan, np.float32)
-        for lo, hi in pairwise(cuts):
-            COMPUTE[isa, threads].out(
-                weights=address(weights[lo]), count=hi - lo, stride=weights.shape[1], matrix=m,
-                a=address(x) + 4 * lo * cols, a_stride=x.shape[1], t=len(x), partial=address(total),
-                starts_sum=lo == 0, exact=exact, scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
-            )  # fmt: skip
-        return total
-
-    whole = run(x, [0, granules], 1)
+    whole = accumulated(isa, weights, Block("o", rows, cols, fmt, 0), x, exact)
     if exact:
         want = np.concatenate(list(wide), axis=1).astype(np.float64) @ x.T.astype(np.float64)
         assert np.abs(whole - want.T).max() <= 2e-5 * np.abs(want).max() + 1e-3
-    assert np.array_equal(run(x, [0, granules], 3), whole)
-    assert np.array_equal(run(x, sorted({0, granules // 2, granules}), 2), whole)
-    alone = np.concatenate([run(x[i : i + 1].copy(), [0, granules], 1) for i in range(t)])
-    assert np.array_equal(alone, whole)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from penstock import _native as native
 from penstock.runtime import movers
 from penstock.units import MIB
+from tests.cpu.random_file import RandomFile
 
 PAGE = 4096
 
@@ -34,23 +34,6 @@ def refuses_io_uring() -> bool:
 
 ENGINES = ["threads"] if refuses_io_uring() else ["threads", "io_uring"]
 all_engines = pytest.mark.parametrize("engine", ENGINES)
-
-
-class File:
-    """Random bytes, not a whole number of pages, open for direct reads."""
-
-    def __init__(self, path: Path) -> None:
-        self.content = np.random.default_rng(2).integers(0, 256, 3 * MIB + 1234, dtype=np.uint8)
-        path.write_bytes(self.content.tobytes())
-        self.fd, self.direct = native.open_direct(str(path))
-
-
-@pytest.fixture(scope="module")
-def file() -> Iterator[File]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # /tmp may have no disk
-        opened = File(Path(folder) / "random")
-        yield opened
-        os.close(opened.fd)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +53,13 @@ LOADS = st.lists(st.tuples(st.integers(0, 767), st.integers(0, 400), st.integers
     most=st.sampled_from([0, PAGE, 5 * PAGE]),
 )
 def test_loads_give_the_bytes_of_the_file(
-    file: File, memory: native.Memory, loads: list[tuple[int, int, int]], block: int, depth: int, engine: str, most: int
+    file: RandomFile,
+    memory: native.Memory,
+    loads: list[tuple[int, int, int]],
+    block: int,
+    depth: int,
+    engine: str,
+    most: int,
 ) -> None:
     """Loads (first page, pages, page of memory) may write where others do: the later one wins. `most`: what a read
     returns at a time; 0: all."""
@@ -96,7 +85,7 @@ def test_loads_give_the_bytes_of_the_file(
 @all_engines
 @pytest.mark.parametrize("block", [PAGE, 64 * 1024, 16 * MIB])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_the_end_of_the_file(engine: str, depth: int, block: int, file: File, memory: native.Memory) -> None:
+def test_the_end_of_the_file(engine: str, depth: int, block: int, file: RandomFile, memory: native.Memory) -> None:
     reader = native.Reader(engine, depth, block)
     rest = file.content[700 * PAGE :]
     assert reader.start(file.fd, 700 * PAGE, memory.address, 2 * MIB).wait() == rest.size
@@ -106,7 +95,7 @@ def test_the_end_of_the_file(engine: str, depth: int, block: int, file: File, me
     reader.close()
 
 
-def checksums(file: File, stride: int, wrong: Iterable[int] = ()) -> native.Sums:
+def checksums(file: RandomFile, stride: int, wrong: Iterable[int] = ()) -> native.Sums:
     """Of all whole granules of the file; those of `wrong` do not fit."""
     count = file.content.size // stride
     found = np.frombuffer(native.granule_sums(file.content.ctypes.data, count, stride), np.uint64).copy()
@@ -127,7 +116,7 @@ def checksums(file: File, stride: int, wrong: Iterable[int] = ()) -> native.Sums
     most=st.sampled_from([0, PAGE, 5 * PAGE]),
 )
 def test_each_granule_is_compared_until_it_was_right(
-    file: File, memory: native.Memory, stride: int, loads: list[tuple[int, int, int, bool]], wrong: set[int],
+    file: RandomFile, memory: native.Memory, stride: int, loads: list[tuple[int, int, int, bool]], wrong: set[int],
     block: int, depth: int, engine: str, most: int,
 ) -> None:  # fmt: skip
     """Loads (first granule, granules, page of memory, whether it is read by the calling thread), whatever the blocks: a
@@ -178,7 +167,7 @@ def test_each_granule_is_compared_until_it_was_right(
 @all_engines
 @pytest.mark.parametrize("block", [PAGE, 3 * PAGE, MIB])
 def test_what_was_right_once_is_not_compared_again(
-    engine: str, block: int, file: File, memory: native.Memory, tmp_path: Path
+    engine: str, block: int, file: RandomFile, memory: native.Memory, tmp_path: Path
 ) -> None:
     sums, other = checksums(file, 2 * PAGE), tmp_path / "other"
     other.write_bytes(bytes(MIB))
@@ -200,7 +189,7 @@ def test_what_was_right_once_is_not_compared_again(
 @all_engines
 @pytest.mark.parametrize(("at", "wrong"), [(3, 2), (2, 5), (4, 30)])
 def test_of_an_error_and_a_wrong_granule_the_first_is_told(
-    engine: str, at: int, wrong: int, file: File, memory: native.Memory
+    engine: str, at: int, wrong: int, file: RandomFile, memory: native.Memory
 ) -> None:
     """Blocks of 4 pages; the read of block `at` fails. Granules of 2 pages."""
     sums = checksums(file, 2 * PAGE, [wrong])
@@ -219,7 +208,7 @@ def test_of_an_error_and_a_wrong_granule_the_first_is_told(
 
 
 @all_engines
-def test_closing_waits_for_what_is_being_compared(engine: str, file: File, memory: native.Memory) -> None:
+def test_closing_waits_for_what_is_being_compared(engine: str, file: RandomFile, memory: native.Memory) -> None:
     for _ in range(20):
         reader = native.Reader(engine, 2, 8 * PAGE)
         sums = checksums(file, 4 * PAGE)
@@ -234,7 +223,7 @@ def test_closing_waits_for_what_is_being_compared(engine: str, file: File, memor
 
 
 @all_engines
-def test_closing_beside_threads_that_wait(engine: str, file: File, memory: native.Memory) -> None:
+def test_closing_beside_threads_that_wait(engine: str, file: RandomFile, memory: native.Memory) -> None:
     """Whoever waits for a load takes results too. Not those of a reader that closes: its thread has to hear the bell,
     and a closed one has none."""
     for _ in range(200):
@@ -255,7 +244,7 @@ def test_closing_beside_threads_that_wait(engine: str, file: File, memory: nativ
         assert all(load.done for load in loads) and not any(thread.is_alive() for thread in waiting)
 
 
-def test_wrong_checksums_are_refused(file: File, memory: native.Memory) -> None:
+def test_wrong_checksums_are_refused(file: RandomFile, memory: native.Memory) -> None:
     reader, sums = native.Reader("threads", 1, PAGE), checksums(file, PAGE)
     for nbytes, first, stride in (
         (PAGE, 0, 0),
@@ -272,7 +261,7 @@ def test_wrong_checksums_are_refused(file: File, memory: native.Memory) -> None:
 
 @all_engines
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
-def test_an_error_says_how_far_it_came(engine: str, at: int, file: File, memory: native.Memory) -> None:
+def test_an_error_says_how_far_it_came(engine: str, at: int, file: RandomFile, memory: native.Memory) -> None:
     reader = native.Reader(engine, 1, 16 * PAGE)
     reader.inject(at, errno.EIO, forever=False)
     load = reader.start(file.fd, 0, memory.address, 128 * PAGE)
@@ -286,7 +275,7 @@ def test_an_error_says_how_far_it_came(engine: str, at: int, file: File, memory:
 
 
 @all_engines
-def test_a_true_error_has_its_number(engine: str, file: File, memory: native.Memory) -> None:
+def test_a_true_error_has_its_number(engine: str, file: RandomFile, memory: native.Memory) -> None:
     reader = native.Reader(engine, 2, MIB)
     closed = os.dup(file.fd)
     os.close(closed)
@@ -302,7 +291,7 @@ def test_a_true_error_has_its_number(engine: str, file: File, memory: native.Mem
 
 
 @all_engines
-def test_closing_leaves_nothing_under_way(engine: str, file: File, memory: native.Memory) -> None:
+def test_closing_leaves_nothing_under_way(engine: str, file: RandomFile, memory: native.Memory) -> None:
     """What was begun arrives or fails, and soon; nobody waits for ever."""
     for _ in range(20):
         reader = native.Reader(engine, 2, PAGE)
@@ -320,7 +309,7 @@ def test_closing_leaves_nothing_under_way(engine: str, file: File, memory: nativ
 
 
 @all_engines
-def test_spans_are_on_the_clock_of_perf_counter(engine: str, file: File, memory: native.Memory) -> None:
+def test_spans_are_on_the_clock_of_perf_counter(engine: str, file: RandomFile, memory: native.Memory) -> None:
     reader = native.Reader(engine, 2, 64 * 1024)
     before_s = time.perf_counter()
     load = reader.start(file.fd, 0, memory.address, MIB)

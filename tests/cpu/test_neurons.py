@@ -4,6 +4,7 @@ and without zeros left out."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from penstock.serve import firing_rates, profiling
 from penstock.spec.format import parse_format
 from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Part, _ffn_part
+from penstock.spec.plan import Plan
 from penstock.spec.profile import dumps
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed, read_config
@@ -271,25 +273,31 @@ def relu_model(folder: Path, name: str, weights: str) -> Path:
     return target
 
 
+def require_same_bits(folder: Path, sparsity: str, as_chosen: Callable[[Plan, Plan], Plan]) -> None:
+    """Asserts that a way to leave neurons out gives the tokens and logits that all neurons give: in memory and streamed
+    granule by granule, prompts of several rows and single ones, two sequences. `as_chosen`: a streaming plan with what
+    the plan that is chosen says of neurons."""
+    prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
+    for each in ("off", sparsity):
+        with load(folder, batch=2, context=64, kv="float32", sparsity=each) as engine:
+            assert engine.plan.sparsity == each
+            chosen = engine.plan
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+        with load(folder, batch=1, context=64, score=True, sparsity=each) as engine:
+            logits.append(engine.logits(prompts[0]))
+        streams = streaming(open_packed(folder), batch_seqs=2, context=64)
+        with load(folder, as_chosen(streams, chosen)) as engine:
+            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
+    assert all(answer == answers[0] for answer in answers)
+    np.testing.assert_array_equal(*logits)
+
+
 @pytest.mark.parametrize("name", ["opt", "llama", "falcon"])
 @pytest.mark.parametrize("weights", ["float32", "int4", "float32-neurons", "bfloat16-neurons", "int4-neurons"])
 def test_exact_is_off_to_the_bit(tmp_path: Path, name: str, weights: str) -> None:
-    """In memory and streamed granule by granule, prompts of several rows and single ones, two sequences."""
-    folder = relu_model(tmp_path, name, weights)
-    prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
-    for sparsity in ("off", "exact"):
-        with load(folder, batch=2, context=64, kv="float32", sparsity=sparsity) as engine:
-            assert engine.plan.sparsity == sparsity
-            resident = engine.plan
-            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
-        with load(folder, batch=1, context=64, score=True, sparsity=sparsity) as engine:
-            logits.append(engine.logits(prompts[0]))
-        packed = open_packed(folder)
-        plan = replace(streaming(packed, batch_seqs=2, context=64), sparsity=sparsity)
-        with load(folder, plan) as engine:
-            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
-    assert resident.sparsity == "exact" and all(answer == answers[0] for answer in answers)
-    np.testing.assert_array_equal(*logits)
+    require_same_bits(
+        relu_model(tmp_path, name, weights), "exact", lambda plan, chosen: replace(plan, sparsity=chosen.sparsity)
+    )
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])

@@ -38,8 +38,8 @@ from penstock.store.verify import verify
 from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, refused
 from tests.cpu.configs import TINY_CONFIGS
-from tests.cpu.engines import GREEDY, load, make_model, streaming
-from tests.cpu.test_neurons import relu_model
+from tests.cpu.engines import GREEDY, load, make_model
+from tests.cpu.test_neurons import relu_model, require_same_bits
 
 KERNELS = {(isa, threads): _native.Compute(isa, threads) for isa in cpu.available() for threads in (1, 3)}
 LAYOUTS = ["float32", "float32-neurons", "float32-records", "int8-neurons", "int4-records", "bfloat16-records"]
@@ -117,22 +117,9 @@ def give_predictors(folder: Path, shift: float, rank: int = 32, seed: int = 5, a
 @pytest.mark.parametrize("weights", LAYOUTS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_predictor_of_ones_changes_no_bit(tmp_path: Path, name: str, weights: str, ahead: int) -> None:
-    """Tokens and logits, of prompts and of single tokens, in memory and streamed, of two sequences."""
     folder = relu_model(tmp_path, name, weights)
     give_predictors(folder, 1e6, ahead=ahead)
-    prompts, answers, logits = [[3, 1, 4, 1, 5] * 6, [9, 2]], [], []
-    for sparsity in ("off", "predict"):
-        with load(folder, batch=2, context=64, kv="float32", sparsity=sparsity) as engine:
-            assert engine.plan.sparsity == sparsity
-            plan = engine.plan
-            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
-        with load(folder, batch=1, context=64, score=True, sparsity=sparsity) as engine:
-            logits.append(engine.logits(prompts[0]))
-        streams = streaming(open_packed(folder), batch_seqs=2, context=64)
-        with load(folder, replace_predictors(streams, plan)) as engine:
-            answers.append([a.token_ids for a in engine.generate(prompts, GREEDY)])
-    assert all(answer == answers[0] for answer in answers)
-    np.testing.assert_array_equal(*logits)
+    require_same_bits(folder, "predict", replace_predictors)
 
 
 def replace_predictors(plan: Any, like: Any) -> Any:

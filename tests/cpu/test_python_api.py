@@ -16,7 +16,7 @@ import penstock
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.errors import BadRequest
 from penstock.serve.shapes import MODEL
-from tests.cpu.commands import ROOT, machine_cache
+from tests.cpu.commands import ROOT
 from tests.cpu.engines import make_model
 from tools.wheel.sample import examples, program
 
@@ -24,11 +24,6 @@ BRIEF = SamplingParams(max_tokens=6, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, n=3)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 ASKED = [{"role": "user", "content": "who?"}]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return machine_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

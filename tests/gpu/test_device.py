@@ -24,16 +24,10 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 from tests.cpu.placements import FORMATS, KV_FORMATS, NEAR, Logits, Models, require_near, run
 from tests.cpu.test_emulated import all_on_device
+from tests.gpu import ON_A_CARD
 from tests.plans import device_plans
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device that torch sees"),
-    pytest.mark.skipif(
-        bool(os.environ.get("TRITON_INTERPRET")),
-        reason="Triton's interpreter is on in this process: run tests/gpu alone",
-    ),
-]
+pytestmark = ON_A_CARD
 ROOMY = 8 << 30
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +12,10 @@ from penstock.kernels.gpu import experts
 from penstock.kernels.gpu.choose import choose
 from penstock.spec.model import FfnSpec, Routed, Router
 from tests.expert_cases import FIXED, ExpertCase
+from tests.gpu import ON_A_CARD
 from tests.kernel_cases import granules_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device that torch sees"),
-    pytest.mark.skipif(
-        bool(os.environ.get("TRITON_INTERPRET")),
-        reason="Triton's interpreter is on in this process: run tests/gpu alone",
-    ),
-]
+pytestmark = ON_A_CARD
 CASES = pytest.mark.parametrize("case", FIXED, ids=[case[-1] for case in FIXED])
 
 

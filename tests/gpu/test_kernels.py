@@ -4,7 +4,6 @@ Fixed layers alone: every shape is compiled, a second or so for each kernel."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,16 +13,10 @@ from penstock.graph.batch import Batch
 from penstock.kernels.gpu.choose import choose
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
+from tests.gpu import ON_A_CARD
 from tests.kernel_cases import FIXED, Case, with_relu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device that torch sees"),
-    pytest.mark.skipif(
-        bool(os.environ.get("TRITON_INTERPRET")),
-        reason="Triton's interpreter is on in this process: run tests/gpu alone",
-    ),
-]
+pytestmark = ON_A_CARD
 LAYERS = pytest.mark.parametrize(("spec", "batch", "weights", "kv"), FIXED, ids=[f"{f[2]}-{f[3]}" for f in FIXED])
 
 
