@@ -15,8 +15,9 @@ from penstock.serve.service import Service
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from tests.cpu.engines import load
-from tests.cpu.oracle import VARIANTS, Oracle, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
 from tests.cpu.test_service import plans
+from tests.cpu.variants import VARIANTS
 
 NAMED = {variant.name: variant for variant in VARIANTS}
 # opt-post-norm projects its output, as OPT-350m does.

@@ -20,7 +20,8 @@ from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
 from tests.cpu.near_ties import choosing, heard
-from tests.cpu.oracle import CONTEXT, LONGEST_PROMPT, NEW_TOKENS, VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
+from tests.cpu.variants import CONTEXT, LONGEST_PROMPT, NEW_TOKENS, VARIANTS, Variant
 from tests.pure.machine import MACHINE as WITH_GPU
 
 TOLERANCE = 1e-3

@@ -41,7 +41,8 @@ from tests.cpu import gguf_files, gguf_models
 from tests.cpu.commands import MACHINE, ROOT, here, machine_cache
 from tests.cpu.engines import load
 from tests.cpu.gguf_models import Kind
-from tests.cpu.oracle import CONTEXT, VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
+from tests.cpu.variants import CONTEXT, VARIANTS, Variant
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 TALE = ROOT / "penstock/assets/tale-llama"

@@ -31,8 +31,9 @@ from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from penstock.store.synth import synth
 from tests.cpu.near_ties import choosing, heard
-from tests.cpu.oracle import CONTEXT, VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
 from tests.cpu.test_exact import GREEDY, MACHINE, TOLERANCE
+from tests.cpu.variants import CONTEXT, VARIANTS, Variant
 
 Bytes = NDArray[np.uint8]
 GPT_OSS = next(variant for variant in VARIANTS if variant.name == "gpt-oss")

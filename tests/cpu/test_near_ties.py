@@ -15,8 +15,9 @@ from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
 from tests.cpu.near_ties import choosing, heard
-from tests.cpu.oracle import CONTEXT, LONGEST_PROMPT, VARIANTS, Oracle, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
 from tests.cpu.test_exact import MACHINE, TOLERANCE
+from tests.cpu.variants import CONTEXT, LONGEST_PROMPT, VARIANTS
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.models import model_types
-from tests.cpu.oracle import LONGEST_PROMPT, NEW_TOKENS, VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
+from tests.cpu.variants import LONGEST_PROMPT, NEW_TOKENS, VARIANTS, Variant
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 

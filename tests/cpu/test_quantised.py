@@ -35,8 +35,9 @@ from penstock.store.verify import verify
 from tests.cpu import quantised
 from tests.cpu.commands import MACHINE
 from tests.cpu.engines import streaming
-from tests.cpu.oracle import VARIANTS, Oracle, Variant, prompt, save
+from tests.cpu.oracle import Oracle, prompt, save
 from tests.cpu.quantised import Quantise, awq, compressed, float8, gptq, integers, packed
+from tests.cpu.variants import VARIANTS, Variant
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 

@@ -17,7 +17,7 @@ from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.serve.pages import Ids
 from penstock.serve.scheduler import Scheduler
 from penstock.spec.plan import Plan
-from tests.pure.test_scheduler import plan
+from tests.pure.checked_scheduler import plan
 
 REQUESTS = 200
 
