@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from penstock.store.synth import synth
 from tests.cpu.commands import Call, Outcome, here, machine_cache
 from tests.cpu.configs import TINY_CONFIGS
-from tests.cpu.random_file import RandomFile
 from tests.cpu.warm import Warm
 
 WITHOUT_CACHE = ("pack", "synth")  # commands that know no --cache
@@ -79,11 +77,3 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def file() -> Iterator[RandomFile]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # /tmp is often RAM, which has no direct reads
-        opened = RandomFile(Path(folder) / "random")
-        yield opened
-        os.close(opened.fd)

@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock import _native as native
 from penstock.kernels.cpu import available
-from tests.cpu.random_file import RandomFile
+from tests.cpu.random_file import RandomFile, random_file
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -147,6 +148,12 @@ def test_impossible_sizes() -> None:
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[RandomFile]:
+    with random_file(5 * MIB + 1234) as opened:
+        yield opened
 
 
 BLOCKS = [PAGE, 3 * PAGE, 256 * 1024, 5 * 4 * 1024 * 17, MIB, 64 * MIB]

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock import _native as native
 from penstock.runtime import movers
 from penstock.units import MIB
-from tests.cpu.random_file import RandomFile
+from tests.cpu.random_file import RandomFile, random_file
 
 PAGE = 4096
 
@@ -34,6 +34,12 @@ def refuses_io_uring() -> bool:
 
 ENGINES = ["threads"] if refuses_io_uring() else ["threads", "io_uring"]
 all_engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[RandomFile]:
+    with random_file(3 * MIB + 1234) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
