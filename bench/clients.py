@@ -226,9 +226,9 @@ def leave(streams: Sequence[Stream], threads: Sequence[threading.Thread]) -> Non
 
 
 @contextmanager
-def kept_busy(server: Server, ask: Callable[[int, int], Stream], count: int, others: int = 0) -> Iterator[None]:
+def kept_busy(server: Server, ask: Callable[[int, int], Stream], count: int) -> Iterator[None]:
     """So many clients, each of which asks again when its answer ends: `ask(client, turn)`. Begins when the server
-    answers all of them, and `others` that are there already. Raises RuntimeError at the end where a stream failed."""
+    answers all of them. Raises RuntimeError at the end where a stream failed."""
     ends, streams = threading.Event(), dict[int, Stream]()
 
     def client(number: int) -> None:
@@ -241,7 +241,7 @@ def kept_busy(server: Server, ask: Callable[[int, int], Stream], count: int, oth
     for thread in threads:
         thread.start()
     try:
-        while server.gauge("requests_running") < count + others and not any(s.failed for s in [*streams.values()]):
+        while server.gauge("requests_running") < count and not any(s.failed for s in [*streams.values()]):
             time.sleep(0.05)
         yield
     finally:

@@ -63,7 +63,7 @@ def what_if(
     ring_bytes = sum(plan.ring_bytes.values())
     like = solved.strategy if GPU.executor in plan.tier_bytes() or plan.batches_per_pass > 1 else None
     formats = tuple(other_formats(problem, ring_bytes, like))
-    disk, link = (with_faster(solved, problem.ask, machine, which, trace=trace) for which in (is_disk, is_link))
+    disk, link = (with_faster(solved, problem.ask, machine, which, trace) for which in (is_disk, is_link))
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
         return WhatIf(more, None, formats, disk, link)
@@ -83,25 +83,24 @@ def what_if(
 
 
 def with_faster(
-    solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], times: float = 2,
-    trace: RouterTrace | None = None,
-) -> Prediction | None:  # fmt: skip
-    """The prediction of the plan if some lanes move bytes `times` times as fast. None if the plan uses none of them.
+    solved: Solved, ask: Ask, machine: MachineSpec, which: Callable[[Lane], bool], trace: RouterTrace | None
+) -> Prediction | None:
+    """The prediction of the plan if some lanes move bytes twice as fast. None if the plan uses none of them.
     `which`: whether a lane is faster. The fixed costs of tasks stay the same, and so do the factors of lanes that slow
     each other."""
     if not any(map(which, solved.prediction.lane_share)):
         return None
-    return quick(solved.plan, ask, machine.faster(which, times), spread=False, trace=trace, kept=solved.tasks)
+    return quick(solved.plan, ask, machine.faster(which, 2), spread=False, trace=trace, kept=solved.tasks)
 
 
-def more_memory(problem: Problem, extra_bytes: int = GIB, ring_bytes: int = 0) -> Prediction | None:
-    """The prediction without a device and with `extra_bytes` more RAM. None if everything stays in memory without them.
+def more_memory(problem: Problem, ring_bytes: int = 0) -> Prediction | None:
+    """The prediction without a device and with one GiB more RAM. None if everything stays in memory without it.
 
     `ring_bytes`: the ring of the plan to compare with. The new plan's ring is the nearest to it, so that the two plans
     differ in nothing but the weights that stay."""
     if not ring_bytes and all_stays(problem):
         return None
-    return _one(problem.asking(host_memory_bytes=problem.host_bytes + extra_bytes), ring_bytes)
+    return _one(problem.asking(host_memory_bytes=problem.host_bytes + GIB), ring_bytes)
 
 
 def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None) -> list[tuple[Format, Prediction]]:

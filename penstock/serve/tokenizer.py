@@ -169,9 +169,9 @@ class Tokenizer:
         text: str = self._ask("chat", [list(messages), tools], task)
         return text
 
-    def encode_chat(self, messages: Sequence[template.Message], tools: Any = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[template.Message]) -> list[int]:
         """`chat` as ids. A template writes BOS itself, so none is added to it: two of them cost quality."""
-        return self.encode(self.chat(messages, tools), add_special=not self.has_chat_template)
+        return self.encode(self.chat(messages), add_special=not self.has_chat_template)
 
     def check_templates(self) -> None:
         """Parses every chat template, and runs none. Raises BrokenModel with the parser's words."""
