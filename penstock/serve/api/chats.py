@@ -17,9 +17,15 @@ from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, Writing
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """`ids`: the prompt. `writing`: how the answer may call tools, or has channels; None for neither. `thinks`: whether
-    the model marks what it thinks, and `thinking`: whether the answer begins in the middle of that. `text`: the prompt
-    as text."""
+    """A rendered conversation, and what its answer may look like.
+
+    ids       the prompt's tokens; `text`: the same as text
+    tools     that the answer may call
+    marks     ids of the marks of `writing` that are special tokens
+    writing   how the answer calls tools, or names its channels; None if it does neither
+    thinks    the model marks its thoughts
+    thinking  the prompt has opened the thoughts, so the answer begins within them
+    """
 
     ids: list[int]
     tools: Tools | None = None
@@ -30,8 +36,8 @@ class ChatPrompt:
     text: str = ""
 
     def ruled(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the rule that every call in the answer is a call of the tools. Raises BadRequest if the client
-        wants a form of the answer too."""
+        """`params` with a grammar that holds the answer's calls to the tools. Raises BadRequest if the client asks for
+        another form of the answer too."""
         params = self._budgeted(params)
         if self.tools is not None:
             if params.rule is not None:
@@ -43,14 +49,14 @@ class ChatPrompt:
         return replace(params, skip_special_tokens=False) if marked else params
 
     def _budgeted(self, params: SamplingParams) -> SamplingParams:
-        """An answer in a form of the client's does not think."""
+        """An answer in a form that the client asked for does not think, so it needs no budget."""
         thinks = self.thinks and params.rule is None
         if params.thinking_tokens is None or not thinks:
             return replace(params, thinking_tokens=None)
         return replace(params, thinking_begun=self.thinking)
 
     def reading(self, params: SamplingParams) -> Reading:
-        """A reading of one answer. An answer in a form of the client's has no thoughts in it."""
+        """A reading of one answer. An answer in a form that the client asked for has neither thoughts nor calls."""
         free = params.rule is None or self.tools is not None
         return Reading(self.writing if free else None, free and self.thinks, free and self.thinking)
 

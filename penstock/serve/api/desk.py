@@ -38,8 +38,8 @@ class Form(Protocol):
         """Answers piece by piece, as the bytes that are sent. Errors are a part of them."""
 
 
-# How tokens are chosen, by the model's generation_config.json, and the tokens that an answer may have where the client
-# names no length.
+# Makes the sampling parameters from the model's generation_config.json, and from the most tokens of an answer if the
+# client names no length.
 Choosing = Callable[[dict[str, Any], int], SamplingParams]
 
 
@@ -56,9 +56,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class AskedChat(Asked):
-    """A conversation to go on with, in the form that chat templates take. `form`: makes what writes the answers down,
-    from the model's name, the tokenizer, the chat and the sampling parameters. `context`: tokens that the client wants
-    room for."""
+    """A conversation to go on with.
+
+    messages  in the form that chat templates take
+    context   tokens that the client wants room for
+    form      makes the `Form` of the answers from the model's name, the tokenizer, the chat and the sampling parameters
+    """
 
     messages: Sequence[dict[str, Any]] = ()
     tools: Tools | None = None

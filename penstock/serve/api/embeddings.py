@@ -35,8 +35,13 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AskedVectors:
-    """`inputs`: texts, or token ids. `pooling`: None for the model's own. `cuts`: a text that is longer than the
-    context loses its end, and is not refused. `context`: tokens that the client wants room for."""
+    """What a client asks for.
+
+    inputs   texts, or token ids
+    pooling  None for the model's own
+    cuts     a text that is longer than the context loses its end. Without `cuts` it is refused
+    context  tokens that the client wants room for
+    """
 
     model: str | None
     inputs: Sequence[str | list[int]]
@@ -64,8 +69,9 @@ class Vectors:
 
 
 async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors:
-    """Computes them, a few beside other requests at a time. Raises BadRequest for inputs that are no ids of this model
-    or do not fit the context, and for more numbers than a request may have; as `Service.submit`; Gone."""
+    """The vectors of all inputs. A few inputs at a time are computed, beside other requests. Raises BadRequest for
+    inputs that are no ids of this model or do not fit the context, and for more numbers than a request may have; Gone;
+    and as `Service.submit`."""
     hold = await desk.hold(asked.model)
     try:
         engine = hold.loaded.service.engine
@@ -77,7 +83,7 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
             most = min(MAX_INPUTS, MAX_NUMBERS // width)
             raise BadRequest(f"a request may have 1 to {most} inputs for this model, not {len(asked.inputs)}")
 
-        cut: list[int] = []  # tokens that texts had which were cut
+        cut: list[int] = []  # lengths in tokens of the texts that were cut
 
         async def encoded() -> list[Ids]:
             prompts: list[Ids] = []

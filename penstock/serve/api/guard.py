@@ -40,8 +40,13 @@ _OPEN_PATHS = ("/health", "/")
 
 @dataclass(frozen=True)
 class Limits:
-    """`body_bytes`: of a request. `bodies_bytes`: of all requests that are here. `body_s`: in which a whole body must
-    come. `send_s`: in which a client must take what it is sent."""
+    """Limits of what clients send and take.
+
+    body_bytes    the longest body of a request
+    bodies_bytes  the most bytes of all bodies that are here
+    body_s        a whole body must come within so many seconds
+    send_s        a client must take what it is sent within so many seconds
+    """
 
     body_bytes: int
     bodies_bytes: int = 16 << 20
@@ -57,8 +62,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. `host`: that the server listens on. `keys`: any of them is required; none where the server is this
-    machine's alone. `origins`: of pages that may ask, beside the server's own."""
+    """Who may ask.
+
+    host     the name or address that the server listens on
+    keys     a request must bear one of them; () if only this machine reaches the server
+    origins  origins of web pages that may ask, beside the server's own page
+    """
 
     host: str
     keys: tuple[Key, ...] = ()
@@ -219,8 +228,8 @@ async def _answer(send: Send, path: str, refused: Refused) -> None:
 
 
 def _single(headers: list[tuple[bytes, bytes]]) -> dict[bytes, str]:
-    """Headers by name, in small letters. Raises Refused where one that is checked comes twice: who reads them later
-    might take the other."""
+    """Headers by name, in small letters. Raises Refused if a checked header comes twice: a later reader might take the
+    one that was not checked."""
     single: dict[bytes, str] = {}
     for name, value in headers:
         key = name.lower()

@@ -14,8 +14,12 @@ _LIMITS = {"at-once": "at_once", "tokens-per-minute": "tokens_per_minute"}
 
 @dataclass(frozen=True)
 class Key:
-    """`name`: its owner's. `at_once`: the most requests that are open; None for any number. `tokens_per_minute`: of
-    prompts and answers together, over any longer time; None for any number."""
+    """A key that clients may have.
+
+    name               the owner's
+    at_once            the most open requests; None for any number
+    tokens_per_minute  the most tokens of prompts and answers together, over any longer time; None for any number
+    """
 
     name: str
     secret: str = field(repr=False)

@@ -31,10 +31,15 @@ def call_id() -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """How answers are written. `kind`: chat.completion or text_completion. `head`: the fields of every object.
-    `tokenizer`: for the texts of single tokens, where log probabilities are wanted. `reading`: takes a chat's answer
-    apart. `echoed`: of each answer the prompt that is written before it; () where none is. `with_usage`: whether a
-    stream ends with the tokens used."""
+    """How answers are written down.
+
+    kind        chat.completion or text_completion
+    head        the fields that every object has
+    tokenizer   for the texts of single tokens, if log probabilities are wanted
+    reading     makes what takes one answer of a chat apart
+    echoed      the prompt that is written before each answer; () if none is
+    with_usage  a stream ends with the tokens used
+    """
 
     kind: str
     head: dict[str, Any]
@@ -137,7 +142,7 @@ class Shape:
 
 @dataclass
 class _OpenChoice:
-    """An answer that streams. `sent`: characters so far. `begun`: calls of tools."""
+    """An answer that streams. `sent`: characters of it so far. `begun`: its calls of tools so far."""
 
     reading: Reading
     sent: int = 0

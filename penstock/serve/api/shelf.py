@@ -50,8 +50,12 @@ class Hold:
 
 
 class Shelf:
-    """`first`: is loaded already. `load`: by name, loads a model, the first one too. `queue`: the most requests that
-    may wait for one that is not loaded. All methods but `settle` are for the event loop's thread."""
+    """All models of a server. All methods but `settle` are for the event loop's thread.
+
+    first  the model that is loaded already
+    load   by the name of each model, the first one too: loads it
+    queue  the most requests that may wait for a model that is not loaded
+    """
 
     def __init__(self, first: Loaded, load: Mapping[str, Callable[[], Loaded]], queue: int) -> None:
         self.names = (first.name, *(name for name in load if name != first.name))

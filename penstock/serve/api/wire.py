@@ -221,9 +221,8 @@ class FunctionChoice(Sent):
 
 
 class ChatRequest(_Sampled):
-    """A body of /v1/chat/completions. The fields from `reasoning_effort` on are taken and mean nothing. They are
-    labels, or ask for nothing of the answer, or say how much a model should think or say, which its template
-    decides."""
+    """A body of /v1/chat/completions. The fields from `reasoning_effort` on are taken, and mean nothing. Some of them
+    are labels. Others say how much a model should think or say, which its template decides."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -308,8 +307,8 @@ class CompletionRequest(_Sampled):
 
 
 class EmbeddingRequest(Sent):
-    """A body of /v1/embeddings. `input`: as the prompt of a text completion. `pooling`: ours, where not the model's own
-    way is wanted."""
+    """A body of /v1/embeddings. `input` has the forms of a text completion's prompt. `pooling` is a field of ours: it
+    replaces the model's own way."""
 
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
@@ -325,7 +324,7 @@ class EmbeddingRequest(Sent):
 
 
 class TokenizeRequest(Sent):
-    """A body of /tokenize. `add_special_tokens`: the text begins with BOS where the tokenizer says so."""
+    """A body of /tokenize. `add_special_tokens`: the text begins with BOS, if the tokenizer adds one."""
 
     model: str | None = None
     prompt: str

@@ -24,8 +24,12 @@ Choice = Literal["auto", "required"]
 
 @dataclass(frozen=True)
 class Tool:
-    """`parameters`: a JSON schema of the arguments, which are an object. `strict`: the tool is refused where a keyword
-    of the schema cannot be held; of others such a keyword is told to the model, and no more."""
+    """A tool that a client offers.
+
+    parameters  the JSON schema of the arguments, which are an object
+    strict      the tool is refused if answers cannot be held to a keyword of the schema. Without `strict` the model is
+                only told such a keyword
+    """
 
     name: str
     description: str
@@ -41,14 +45,14 @@ class Tool:
 
 @dataclass(frozen=True)
 class Tools:
-    """What an answer may call. `choice`: `required` where it has to. `parallel`: more than one call."""
+    """The tools that an answer may call. `choice`: `required` if it has to. `parallel`: it may make several calls."""
 
     offered: tuple[Tool, ...]
     choice: Choice = "auto"
     parallel: bool = True
 
     def only(self, name: str) -> Tools:
-        """A call of this one is required. Raises BadRequest where it was not offered."""
+        """The same, but the answer has to call this one tool. Raises BadRequest if it was not offered."""
         named = tuple(tool for tool in self.offered if tool.name == name)
         if not named:
             raise BadRequest(f"tool_choice names {name[:200]!r}, which is none of the tools")
@@ -95,8 +99,8 @@ def _tool(given: Any) -> Tool:
 def for_template(messages: Sequence[dict[str, Any]], writing: Writing | None, tools: Tools | None) -> tuple[
     list[dict[str, Any]], list[dict[str, Any]] | None
 ]:  # fmt: skip
-    """(messages, tools) as the model's template takes them. `writing`: of its family; None where the template knows no
-    tools: then they are told in words. Raises BadRequest where the messages' calls are none."""
+    """(messages, tools) as the model's template takes them. `writing`: of the template's family; None if the template
+    knows no tools, so that these are told in words. Raises BadRequest for calls in messages that are malformed."""
     if writing is None:
         return in_words(messages, tools), None
     one = messages if writing.between is not None else _one_by_one(messages)

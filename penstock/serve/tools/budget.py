@@ -10,8 +10,12 @@ THOUGHT_ENDS = f"{THOUGHT}\n\n"  # what is put in
 
 
 class Budget:
-    """Of one answer. `limit`: the most tokens of thought. `end_ids`: ids of `THOUGHT_ENDS`. `begun`: the answer begins
-    in the middle of thoughts; else it thinks where it begins with `THINK`."""
+    """How much one answer may still think.
+
+    limit    the most tokens of thought
+    end_ids  ids of `THOUGHT_ENDS`
+    begun    the prompt has opened the thoughts. Else an answer thinks if it begins with `THINK`
+    """
 
     def __init__(self, limit: int, end_ids: Sequence[int], begun: bool) -> None:
         self._left, self._end_ids, self._begun = limit, list(end_ids), begun
@@ -23,7 +27,7 @@ class Budget:
         return self._end_ids[0] if self._open and self._begun and self._left <= 0 and self._end_ids else None
 
     def take(self, forced: bool, text: str) -> None:
-        """The answer has one more token, by which this text has become certain."""
+        """The answer has one more token, and this text has become certain with it."""
         if not self._open:
             return
         self._left -= 1

@@ -16,15 +16,19 @@ from penstock.serve.tools.writing import THINK, THOUGHT, Writing
 
 _RULES = (
     r"TEXT: /(.|\n)*/",
-    r"SPACES: /[ \n]{0,3}/",  # behind thoughts
-    r"NO_BRACE: /([^{ \n](.|\n)*)?/",  # where a call begins with a brace
-    r"NO_ANGLE: /([^< \n](.|\n)*)?/",  # where thoughts may begin with an angle
+    r"SPACES: /[ \n]{0,3}/",  # between thoughts and what follows them
+    r"NO_BRACE: /([^{ \n](.|\n)*)?/",  # text of families whose calls begin with a brace
+    r"NO_ANGLE: /([^< \n](.|\n)*)?/",  # text of families whose thoughts begin with an angle bracket
 )
 
 
 def grammar(writing: Writing, tools: Tools, marks: Mapping[str, int], thinks: bool, thinking: bool) -> str:
-    """The grammar of an answer. `marks`: ids of the marks that are special tokens of this vocabulary. `thinks`: the
-    model may think first, and `thinking`: the answer begins in the middle of that. A mark in thoughts is no call."""
+    """The grammar of an answer.
+
+    marks     ids of the marks that are special tokens of this vocabulary
+    thinks    the model may think first. A mark within thoughts begins no call
+    thinking  the prompt has opened the thoughts, so the answer begins within them
+    """
     literal = _Literals(writing, marks)
     names = [f"tool_{i}" for i in range(len(tools.offered))]
     rules = [_rule(name, tool, writing, literal) for name, tool in zip(names, tools.offered, strict=True)]
@@ -45,13 +49,13 @@ def _start(writing: Writing, tools: Tools, literal: _Literals, thinks: bool, thi
     opened = f"SPACES {literal(THINK)} thought ({_after(writing, tools, literal, 'SPACES ')})"
     if literal(THINK).startswith("<["):
         without = _after(writing, tools, literal)
-    else:  # else text that begins with the mark would be a thought and no thought
+    else:  # the mark is plain text: an answer that begins with it must be a thought, and nothing else
         without = _at_once(writing, tools, literal)
     return [f"start: {opened} | {without}", *_thought(literal), *_to_call(writing, literal)]
 
 
 def _after(writing: Writing, tools: Tools, literal: _Literals, spaces: str = "") -> str:
-    """What may come where there are no thoughts, or behind them and some spaces."""
+    """What may follow thoughts and `spaces`, or begin an answer without thoughts: text, or text and calls."""
     head = literal(writing.head) or f"{literal.mark(writing.lead)}"
     if tools.choice == "required":
         return f"{spaces}{head} calls"
@@ -61,7 +65,8 @@ def _after(writing: Writing, tools: Tools, literal: _Literals, spaces: str = "")
 
 
 def _at_once(writing: Writing, tools: Tools, literal: _Literals) -> str:
-    """What may come where an angle might begin thoughts."""
+    """As `_after`, for an answer that has no thoughts although it might have begun with them: its text begins with no
+    angle bracket."""
     if tools.choice == "required" or not writing.head:
         return _after(writing, tools, literal)
     head = literal(writing.head)
@@ -84,7 +89,7 @@ def _to_call(writing: Writing, literal: _Literals) -> list[str]:
 
 
 def _channels(tools: Tools, literal: _Literals) -> list[str]:
-    """gpt-oss: perhaps what it thinks, then a call, or an answer."""
+    """Of gpt-oss: perhaps a channel of thoughts, then a call or the final channel."""
     think = f"{literal('<|channel|>analysis<|message|>')} TEXT {literal('<|end|><|start|>assistant')}"
     last = "to_call calls" if tools.choice == "required" else "to_call calls | final"
     return [
@@ -110,7 +115,7 @@ class _Literals:
         self._cut = re.compile("|".join(map(re.escape, known))) if known else None
 
     def mark(self, text: str) -> str:
-        """A mark that may stand here where it is a token of its own; "" where it is none."""
+        """A mark as optional, if it is a token of its own; else "": such a mark is not allowed."""
         return f"{self(text)}?" if text in self._marks else ""
 
     def __call__(self, text: str) -> str:

@@ -1,8 +1,9 @@
 """Takes an answer apart while it comes: what is said, what is thought, and calls of tools.
 
-An answer that a grammar holds (`grammar`) has calls as its family writes them, to the letter. Where an answer is cut by
-its length, its last call is what there is of it. Text that turns out to be no call is said. White space between what is
-said and a call belongs to neither: it is held back until more is said, or until no call can come.
+Answers with tools follow a grammar (`grammar`), so their calls are written exactly as their family writes them. If an
+answer is cut by its length, its last call is incomplete. Text that looked like the beginning of a call and is none
+counts as said. White space between text and a call belongs to neither: it is held back until more text comes, or until
+no call can come.
 """
 
 from __future__ import annotations
@@ -88,8 +89,12 @@ class _Ended(Exception):
 
 
 class Reading:
-    """One answer. `writing`: how it may call tools; None where it may not. `thinks`: whether its family marks what it
-    thinks; `thinking`: whether it begins in the middle of that."""
+    """Takes one answer apart.
+
+    writing   how the answer may call tools; None if it may not
+    thinks    the model's family marks its thoughts
+    thinking  the prompt has opened the thoughts, so the answer begins within them
+    """
 
     def __init__(self, writing: Writing | None = None, thinks: bool = False, thinking: bool = False) -> None:
         self._writing, self._text, self._parts = writing, "", list[Part]()
@@ -105,11 +110,11 @@ class Reading:
         return self._run(lambda steps: steps.send(text)) if text else []
 
     def whole(self, text: str) -> Collected:
-        """An answer that is whole."""
+        """All parts of an answer whose whole text is known."""
         return Collected().add([*self.push(text), *self.finish()])
 
     def finish(self) -> list[Part]:
-        """No more text comes: the rest."""
+        """The parts that become certain because no more text comes."""
         rest = self._run(lambda steps: steps.throw(_Ended()))
         return [*rest, Said(self._space)] if self._space and not self.calls else rest
 

@@ -1,4 +1,4 @@
-"""How models write calls of tools, and what they think, as data: a row for each family of chat templates.
+"""How models write calls of tools and their thoughts, as data: a row for each family of chat templates.
 
 An answer that calls tools is
 
@@ -20,11 +20,16 @@ THINK, THOUGHT = "<think>", "</think>"  # around what a model thinks, in every f
 class Writing:
     """How one family writes calls.
 
-    `sign`: a template that has this text is of the family. `head`: where calls begin; "" where an answer is calls or
-    text from its first character on. `lead`: a token that may stand before all of it, and says nothing. `between`: None
-    where a model calls one tool at a time. `marks`: what a vocabulary may have as special tokens, whose text is
-    left out of answers otherwise. `arguments_as_text`: the template puts arguments of earlier calls together as text.
-    `channels`: the answer is in channels, each with a name (gpt-oss's harmony); NAME is then a part of a channel's."""
+    sign               a chat template that holds this text is of the family
+    head               the text that calls begin with; "" where the first character decides between calls and text
+    between            the text between two calls; None where an answer has one call at most
+    lead               a token that may stand before everything else, and means nothing
+    marks              texts that a vocabulary may have as special tokens. Such a token's text is left out of answers
+                       unless `skip_special_tokens` is off
+    arguments_as_text  the template takes the arguments of earlier calls as text, not as an object
+    channels           the answer is written in channels, each with a name (gpt-oss's harmony). The name of a channel
+                       then holds the name of the tool
+    """
 
     name: str
     sign: str
@@ -82,12 +87,12 @@ HARMONY = Writing(
     between=None, close="", channels=True,
     marks=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
 )  # fmt: skip
-# In this order: a template of DeepSeek's may quote others' signs, and not the other way round.
+# The first whose sign is found counts. DeepSeek's templates may quote signs of other families, so theirs comes first.
 WRITINGS = (DEEPSEEK, HARMONY, COMMAND_R, MISTRAL, FIREFUNCTION, LLAMA_3, HERMES)
 
 
 def writing_of(templates: Iterable[str]) -> Writing | None:
-    """How the first of these templates that knows tools has calls written; None where none of them does."""
+    """The writing of the first of these templates that knows tools; None if no template does."""
     for source in templates:
         if "tools" in source or "<|channel|>" in source:
             for writing in WRITINGS:

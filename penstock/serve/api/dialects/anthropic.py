@@ -28,7 +28,7 @@ _PATH = "/v1/messages"
 
 @dataclass(frozen=True)
 class MessageForm:
-    """`prompt_tokens`: of the request. `reading`: takes the answer apart."""
+    """How one answer is written down. `reading`: takes the answer apart."""
 
     model: str
     prompt_tokens: int

@@ -15,7 +15,7 @@ from penstock.serve.tools.asked import Tools, offered
 
 
 class _Block(Sent):
-    """`cache_control`: means nothing here, since what prompts begin with is always shared."""
+    """A part of a message. `cache_control` is taken, and means nothing: equal beginnings of prompts always share KV."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -62,8 +62,11 @@ class Turn(Sent):
 
 
 class OfferedTool(_Block):
-    """`defer_loading`: the tool is not offered before a `tool_reference` of the conversation names it.
-    `eager_input_streaming`: means nothing, arguments always stream piece by piece."""
+    """A tool that the client offers.
+
+    defer_loading          the model is not told of the tool before a `tool_reference` in the conversation names it
+    eager_input_streaming  is taken, and means nothing: arguments always stream piece by piece
+    """
 
     type: Literal["custom"] | None = None
     name: str
@@ -81,8 +84,8 @@ class ToolChoice(Sent):
 
 
 class Thinking(Sent):
-    """Models think or do not think as their template has it. `budget_tokens`: the most of what they think. `display`:
-    means nothing."""
+    """`budget_tokens`: the most tokens of thought. Whether a model thinks at all, its template decides, so `type` and
+    `display` are taken and mean nothing."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
@@ -111,15 +114,15 @@ class AllThoughts(Sent):
 
 
 class ClearThinking(Sent):
-    """What the assistant's messages before the last few hold of thoughts is left out. `keep`: "all", or how many of
-    those that hold some are left as they are."""
+    """Leaves thoughts out of older messages of the assistant. `keep`: "all" leaves every thought in; a number leaves
+    them in that many of the last messages that hold thoughts."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | LastThoughts | AllThoughts = LastThoughts(type="thinking_turns", value=1)
 
 
 class ContextManagement(Sent):
-    """What is left out of the conversation. Other edits than that of thoughts are refused by their type."""
+    """Edits of the conversation. Thoughts may be left out; other edits are refused by their type."""
 
     edits: list[ClearThinking] = Field(default=[], max_length=16)
 
@@ -212,7 +215,7 @@ class MessagesRequest(CountRequest):
 
 
 def _text(content: str | Sequence[TextBlock | ToolReferenceBlock] | None) -> str:
-    """A text, or blocks of it. A tool that was found is said in a line."""
+    """The text of some content. A reference to a tool becomes a line of text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(

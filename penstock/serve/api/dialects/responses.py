@@ -26,8 +26,12 @@ from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, R
 
 @dataclass
 class ResponseForm:
-    """`told`: what the response repeats of its request. `reading`: takes the answer apart. `spaces`: as
-    `ResponsesRequest.spaces`."""
+    """How one answer is written down.
+
+    told     the fields of the request that the response repeats
+    reading  takes the answer apart
+    spaces   as `ResponsesRequest.spaces`
+    """
 
     model: str
     told: dict[str, Any]
@@ -77,7 +81,7 @@ class ResponseForm:
 
 
 class _ResponseEvents:
-    """The events of a streamed response. `items`: those that are whole. One at a time is open."""
+    """The events of a streamed response. `items`: the items that are whole. At most one item is open."""
 
     def __init__(self, spaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[dict[str, Any]] = []

@@ -107,14 +107,15 @@ class ToolNamespace(Sent):
     tools: list[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """Of the functions, inside the namespace. Raises BadRequest."""
+        """The functions' names within the namespace. Raises BadRequest."""
         for tool in self.tools:
             if not isinstance(tool.get("name"), str) or "function" in tool:
                 raise BadRequest(f"a tool of the namespace {self.name[:200]} should have a name beside its type")
         return [tool["name"] for tool in self.tools]
 
     def functions(self) -> list[dict[str, Any]]:
-        """They, each with both names, and behind what it does what the namespace is for. Raises BadRequest."""
+        """The functions. Each is named by both names, and its description ends with the namespace's. Raises
+        BadRequest."""
         found = []
         for tool, name in zip(self.tools, self.names(), strict=True):
             about = tool.get("description") or ""
@@ -124,8 +125,8 @@ class ToolNamespace(Sent):
 
 
 class ResponsesRequest(Sent):
-    """A body of /v1/responses. `store`, `include`, `metadata`, `client_metadata`, `reasoning` and names of the client's
-    are taken, and mean nothing: models think as their template has it."""
+    """A body of /v1/responses. `store`, `include`, `metadata`, `client_metadata`, `reasoning` and the fields that name
+    the client are taken, and mean nothing. Whether a model thinks, its template decides."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -177,12 +178,12 @@ class ResponsesRequest(Sent):
         return messages
 
     def _namespaces(self) -> list[ToolNamespace]:
-        """Those of the tools that are namespaces. Raises BadRequest."""
+        """The namespaces among the tools. Raises BadRequest."""
         try:
             found = [ToolNamespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
         except ValidationError as error:
             raise BadRequest(f"tools: {what_is_wrong(error.errors())[0]}") from None
-        # Before a description is written behind each tool's: a small body could name thousands of them.
+        # Each tool's description will end with its namespace's. Without this check a small body could make that large.
         count = sum(len(space.tools) for space in found)
         nbytes = sum(len(space.tools) * len(space.description or "") for space in found)
         if count > MAX_TOOLS or nbytes > MAX_TOOLS_BYTES:
