@@ -91,6 +91,17 @@ def test_asked_for_it_is_used_or_refused() -> None:
     solve(replace(ask, use_device=True, device_memory_bytes=least), spec, INT4, WITH_DEVICE)
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "llama"])
+def test_the_least_ram_is_named_where_kv_has_no_room_on_the_device(model: str) -> None:
+    spec = spec_from_config({**TINY[model], "max_position_embeddings": 4096}, "tiny")
+    ask = Ask(context=4096, batch=64, kv="float32", use_device=True, device_memory_bytes=320 * MIB)
+    with pytest.raises(DoesNotFit, match="beside a device") as caught:
+        solve(replace(ask, host_memory_bytes=80 * MIB), spec, INT4, WITH_DEVICE)
+    numbers = caught.value.numbers
+    assert numbers["tier"] == "host" and numbers["minimum_bytes"] > numbers["have_bytes"]
+    solve(replace(ask, host_memory_bytes=numbers["minimum_bytes"]), spec, INT4, WITH_DEVICE)
+
+
 @pytest.mark.parametrize(("link_gb_per_s", "rows"), [(1000, 1), (20, 32), (0.001, 1 << 12)])
 def test_what_is_lifted_follows_the_link(link_gb_per_s: float, rows: int) -> None:
     """The rows from which a missing expert is lifted, in a cache on the device that takes what its memory has left."""

@@ -98,7 +98,10 @@ def refuse(problem: Problem) -> NoReturn:
     if need > have:
         hint = f"--device-memory {format_mib_up(need)}, or --device none"
         raise too_little("device memory", "", GPU.executor, need, have, hint)
-    need = smallest(problem).plan({}, {}).tier_bytes()[HOST]
+    # KV that has no room on the device takes RAM, in the best of all ways that fit into the device's memory.
+    plans = [mode.plan({}, {}) for mode in modes(replace(smallest(problem), prompts=not problem.spec.is_routed))]
+    there = [plan for plan in plans if problem.fits(plan, GPU.executor)]
+    need = min(plan.tier_bytes()[HOST] for plan in there or plans)
     hint = f"--host-memory {format_mib_up(need)}, or --device none"
     raise too_little("host memory", " beside a device", HOST, need, host, hint)
 
