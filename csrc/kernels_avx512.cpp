@@ -9,6 +9,7 @@
 #include "neurons-few-inl.h"
 #include "neurons-many-inl.h"
 #include "ffn-inl.h"
+#include "route-inl.h"
 #include "experts-inl.h"
 #include "qkv-inl.h"
 #include "attend-inl.h"
