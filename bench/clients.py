@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cgroup import Cgroup, drop_page_cache, limited
+from penstock.runtime.host import cpu_s
 
 _START_S, _ANSWER_S, _END_S = 600.0, 600.0, 120.0
 
@@ -273,15 +273,6 @@ def medians(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, float | int)
-
-
-def cpu_s(process_id: int) -> float:
-    """Processor time of a process so far; 0 where it has ended."""
-    try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rss_bytes(pid: int) -> int:

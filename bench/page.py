@@ -27,13 +27,14 @@ from typing import Any
 
 from bench import masks
 from bench.cgroup import slowed
-from bench.clients import Server, Stream, counted_tokens_per_s, cpu_s, kept_busy, served
+from bench.clients import Server, Stream, counted_tokens_per_s, kept_busy, served
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
 from bench.page_shots import BUNDLED
 from bench.report import model_folder
 from bench.tab import Tab, opened
 from penstock.runtime import host
+from penstock.runtime.host import cpu_s
 from penstock.runtime.probe import load_or_probe
 from penstock.runtime.this_machine import cpu_name
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.clients import cpu_s
 from bench.page_shots import FLAGS
+from penstock.runtime.host import cpu_s
 
 _ANSWER_S = 30.0
 # Counts how often the page asks for what the machine does. What the console is told of errors is kept too.

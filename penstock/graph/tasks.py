@@ -102,6 +102,12 @@ class Task(NamedTuple):
     batches: tuple[Batch, ...] = ()
 
 
+def batch_of(call: Call) -> Batch:
+    """The batch of a call that is known to have one."""
+    assert call.batch is not None
+    return call.batch
+
+
 def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
     """Bytes of weights at home on a disk that a task uses: units that its calls take out of rings, experts that it
     loads into a cache, guests that it loads into KV pages, and records of neurons that fire. A unit in a ring is

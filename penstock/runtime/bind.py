@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from penstock.graph import ops
 from penstock.graph.arenas import neurons_of
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Call, Slot, Task
+from penstock.graph.tasks import Call, Slot, Task, batch_of
 from penstock.kernels import rope
 from penstock.kernels.reference import attention, dense, experts
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import positions
 from penstock.runtime.bind_asked import fire, whole
-from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.bind_views import Float32, Views
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader

@@ -9,9 +9,8 @@ import numpy as np
 
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
-from penstock.graph.batch import Batch
 from penstock.graph.records import Records
-from penstock.graph.tasks import Call, Slot, Task
+from penstock.graph.tasks import Call, Slot, Task, batch_of
 from penstock.runtime.arena import Arenas
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskLoad, DiskReader, poison
@@ -149,8 +148,3 @@ class Moves:
     def _disk(self) -> DiskReader:
         assert self._reader is not None, "the plan streams, but no reader was given"
         return self._reader
-
-
-def batch_of(call: Call) -> Batch:
-    assert call.batch is not None
-    return call.batch

@@ -15,11 +15,10 @@ from typing import NamedTuple
 from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Call, Task
+from penstock.graph.tasks import Call, Task, batch_of
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import experts_of
-from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.bind_native_ops import NativeOps, Target
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader

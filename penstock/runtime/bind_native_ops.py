@@ -11,12 +11,11 @@ from penstock import _native
 from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.records import Records
-from penstock.graph.tasks import Call
+from penstock.graph.tasks import Call, batch_of
 from penstock.kernels import cpu
 from penstock.runtime.arena import Arenas
 from penstock.runtime.batch_tables import BatchTables
 from penstock.runtime.bind import Binding, experts_of
-from penstock.runtime.bind_moves import batch_of
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.native_kernels import Native

@@ -10,13 +10,12 @@ from typing import NamedTuple
 from penstock import _native
 from penstock.errors import PenstockError
 from penstock.graph import ops
-from penstock.graph.batch import Batch
 from penstock.graph.cache import Caches
 from penstock.graph.demand import Answer
 from penstock.graph.lower import Lowering
 from penstock.graph.open_passes import Action, Mark, OpenPass
 from penstock.graph.repeats import KnownTask, Shape
-from penstock.graph.tasks import Call, Pass, Slot, Task
+from penstock.graph.tasks import Call, Pass, Slot, Task, batch_of
 from penstock.graph.timeline import Span, span
 from penstock.runtime import host
 from penstock.runtime.arena import Arenas
@@ -212,8 +211,3 @@ def _task(lane: Lane, *calls: Call) -> Task:
     """A task that nothing comes after."""
     nbytes, flops = sum(call.bytes for call in calls), sum(call.flops for call in calls)
     return Task(-1, (lane,), calls, (), (), nbytes, flops, ())
-
-
-def batch_of(call: Call) -> Batch:
-    assert call.batch is not None
-    return call.batch

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.graph import ops
 from penstock.graph.arenas import Layout
 from penstock.graph.batch import Batch
-from penstock.graph.tasks import Call, Slot, Task
+from penstock.graph.tasks import Call, Slot, Task, batch_of
 from penstock.kernels.gpu import attention, dense, experts
 from penstock.kernels.gpu.cache import TensorKv
 from penstock.kernels.gpu.choose import Kernels
@@ -66,7 +66,7 @@ class TorchBinding:
         numbers = self._numbers.get(task.like) if task.like >= 0 else None
         if numbers is None:
             # Not of the other calls: they may be for some of a batch's rows (`graph.assigned`).
-            numbers = {_batch(call).id: i for i, call in enumerate(task.calls) if _reads_tables(call)}
+            numbers = {batch_of(call).id: i for i, call in enumerate(task.calls) if _reads_tables(call)}
             if task.like >= 0:
                 self._numbers[task.like] = numbers
         for number, i in numbers.items():
@@ -95,19 +95,19 @@ class TorchBinding:
 
     def _gather(self, call: Call, op: ops.Gather) -> None:
         part = self._parts["embed"]
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         ids = self._typed(op.tokens, torch.int32, (t,))
         dense.gather(self._granules(op.weights, part), part, ids, self._embedded(op.rows, t), self._kernels)
 
     def _embed(self, call: Call, op: ops.Embed) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         dense.embed(
             self._embedded(op.rows, t), self._view(op.edges), self._parts["edges"], self._spec,
-            self._tables[_batch(call).id].positions, self._rows(op.x, t), self._kernels, self._scratch(op.scratch),
+            self._tables[batch_of(call).id].positions, self._rows(op.x, t), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _norm(self, call: Call, op: ops.Norm) -> None:
-        batch, (key, present, width) = _batch(call), norm_before(self._spec, op.layer)
+        batch, (key, present, width) = batch_of(call), norm_before(self._spec, op.layer)
         some = _is_of_some_rows(op)
         shape = (len(batch.logits) if some else batch.total_rows, width)
         dense.norm_in(
@@ -117,7 +117,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _head(self, call: Call, op: ops.Head) -> None:
-        unit, n = self._plan.units[call.unit], len(_batch(call).logits)
+        unit, n = self._plan.units[call.unit], len(batch_of(call).logits)
         part = self._parts[unit.part]
         dense.head(
             self._granules(op.weights, part), part, unit.lo, self._typed(op.h, torch.float32, (n, self._spec.d_embed)),
@@ -129,7 +129,7 @@ class TorchBinding:
     # -- layers ---------------------------------------------------------------------------------------
 
     def _qkv(self, call: Call, op: ops.Qkv) -> None:
-        layer, batch = op.layer, _batch(call)
+        layer, batch = op.layer, batch_of(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         t, part = batch.total_rows, self._parts[unit.part]
         places = tables.fresh_rows if op.fresh and batch.continues else (tables.positions, tables.sequence)
@@ -141,7 +141,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _attend(self, call: Call, op: ops.Attend) -> None:
-        layer, batch = op.layer, _batch(call)
+        layer, batch = op.layer, batch_of(call)
         a, unit, tables = self._spec.layers[layer].attention, self._plan.units[call.unit], self._tables[batch.id]
         shape = (batch.total_rows, a.heads, a.head_dim)
         attention.attend(
@@ -153,7 +153,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t, part, a = _batch(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
+        t, part, a = batch_of(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
             self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._typed(op.a, torch.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t), op.starts_sum,
@@ -161,7 +161,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, unit = _batch(call).total_rows, self._plan.units[call.unit]
+        t, unit = batch_of(call).total_rows, self._plan.units[call.unit]
         part, active = self._parts[unit.part], self._active(op.active[0], t) if op.active else None
         if active is not None:
             active = active[:, unit.lo * part.granule_rows : unit.hi * part.granule_rows]
@@ -171,7 +171,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _predict(self, call: Call, op: ops.Predict) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         dense.predict(
             self._view(op.weights), self._predictors[op.layer], self._rows(op.h, t), self._active(op.active, t),
             self._kernels, self._scratch(op.scratch),
@@ -179,14 +179,14 @@ class TorchBinding:
 
     def _route(self, call: Call, op: ops.Route) -> None:
         assert not op.guesses, "guesses are the host's"
-        t, part = _batch(call).total_rows, self._parts[f"{op.layer}.router"]
+        t, part = batch_of(call).total_rows, self._parts[f"{op.layer}.router"]
         experts.route(
             self._view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
             self._routes(op.routes, op.layer, t), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _experts(self, call: Call, op: ops.Experts) -> None:
-        t, part, routed = _batch(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        t, part, routed = batch_of(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
         outputs = self._outputs(op.outputs[0], op.layer, t) if op.outputs else None
         experts.experts(
             [self._granules(slot, part) for slot in op.weights], op.first_experts, part, routed, self._rows(op.h, t),
@@ -195,18 +195,18 @@ class TorchBinding:
         )  # fmt: skip
 
     def _combine(self, call: Call, op: ops.Combine) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         experts.combine(
             self._routes(op.routes, op.layer, t), self._outputs(op.outputs, op.layer, t), self._rows(op.partial, t),
             op.starts_sum, self._kernels,
         )  # fmt: skip
 
     def _gate(self, call: Call, op: ops.Gate) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         experts.gate(self._routes(op.routes, op.layer, t), self._rows(op.partial, t))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
-        t = _batch(call).total_rows
+        t = batch_of(call).total_rows
         dense.merge(
             self._view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._kernels,
@@ -223,18 +223,18 @@ class TorchBinding:
 
     def _kv_load(self, call: Call, op: ops.KvLoad) -> None:
         for source, target in ((op.stored_keys, op.keys), (op.stored_values, op.values)):
-            for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=False):
+            for lo, hi in self._layout.kv.spans(op.layer, batch_of(call), save=False):
                 self.move(source, target, lo, hi)
 
     def _kv_save(self, call: Call, op: ops.KvSave) -> None:
         if op.fresh:
-            for lo, to, nbytes in self._layout.kv.fresh_spans(op.layer, _batch(call)):
+            for lo, to, nbytes in self._layout.kv.fresh_spans(op.layer, batch_of(call)):
                 for s, t in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
                     target = Slot(t.arena, t.lo + to, t.lo + to + nbytes)
                     self.move(Slot(s.arena, s.lo + lo, s.lo + lo + nbytes), target, 0, nbytes)
             return
         for source, target in ((op.keys, op.stored_keys), (op.values, op.stored_values)):
-            for lo, hi in self._layout.kv.spans(op.layer, _batch(call), save=True):
+            for lo, hi in self._layout.kv.spans(op.layer, batch_of(call), save=True):
                 self.move(source, target, lo, hi)
 
     def _sync(self, call: Call, op: ops.Sync) -> None:
@@ -310,8 +310,3 @@ def _reads_tables(call: Call) -> bool:
 
 def _is_of_some_rows(op: ops.Norm) -> bool:
     return op.layer is None and not op.every
-
-
-def _batch(call: Call) -> Batch:
-    assert call.batch is not None
-    return call.batch
