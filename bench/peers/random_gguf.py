@@ -134,13 +134,39 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     """Tensor after tensor: no more than one of them is in memory. `router_skew`: as `penstock synth` has it. `mix`: as
     in `matrices`. A file of a mix has a vocabulary too, so that a command can answer a text."""
     # Here, so that benches without llama.cpp, which share what else is in this file, need not have it.
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     config, spec = read_config(config_file)
-    layers = range(config["num_hidden_layers"])
-    aside, is_oss = target.with_suffix(".tmp"), config["model_type"] == "gpt_oss"
+    aside = target.with_suffix(".tmp")
     writer = GGUFWriter(aside, _ARCHITECTURES.get(config["model_type"], "nemotron" if is_nemotron(config) else "llama"))
     writer.add_name(config_file.stem)
+    _add_metadata(writer, config, mix)
+    vectors = _vectors(config, spec, router_skew)
+    for tensor, vector in vectors.items():
+        writer.add_tensor_info(tensor, vector.shape, vector.dtype, vector.nbytes)
+    for each in matrices(config, mix):
+        shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
+        kind = GGMLQuantizationType[each.kind]
+        writer.add_tensor_info(f"{each.name}.weight", shape, np.dtype(np.uint8), each.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for vector in vectors.values():
+        writer.write_tensor_data(vector)
+    pools: dict[tuple[str, float], Array] = {}
+    for i, each in enumerate(matrices(config, mix)):
+        times = ROUTED_OUT if has_experts(config) and each.name.endswith("attn_output") else 1.0
+        pool = pools.setdefault((each.kind, times), _blocks(each.kind, times))
+        blocks = np.roll(pool, 4099 * i, axis=0)
+        writer.write_tensor_data(np.resize(blocks, (each.nbytes // pool.shape[1], pool.shape[1])))
+    writer.close()
+    aside.rename(target)
+
+
+def _add_metadata(writer: Any, config: dict[str, Any], mix: str | None) -> None:
+    """What the file says of the model beside its tensors."""
+    from gguf import LlamaFileType, RopeScalingType
+
     of_mix = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M, MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE}
     writer.add_file_type(of_mix.get(mix or "", LlamaFileType.MOSTLY_Q4_0))
     writer.add_quantization_version(2)
@@ -163,7 +189,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
         writer.add_expert_count(experts_of(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
-    if is_oss:
+    if config["model_type"] == "gpt_oss":
         scaling = config["rope_scaling"]
         writer.add_sliding_window(config["sliding_window"])
         writer.add_rope_scaling_type(RopeScalingType.YARN)
@@ -174,6 +200,10 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
     else:
         _add_vocabulary(writer, config["vocab_size"])
 
+
+def _vectors(config: dict[str, Any], spec: ModelSpec, router_skew: float) -> dict[str, Array]:
+    """Every tensor that is no matrix in blocks, by name, float32: norms, routers, biases and factors of RoPE."""
+    layers, is_oss = range(config["num_hidden_layers"]), config["model_type"] == "gpt_oss"
     ones = np.ones(config["hidden_size"], np.float32)
     norms = [f"blk.{i}.{kind}_norm" for i in layers for kind in ("attn", "post_attention" if is_oss else "ffn")]
     norms.append("output_norm")
@@ -193,26 +223,7 @@ def write(config_file: Path, target: Path, router_skew: float = 0.0, mix: str | 
         vectors["rope_freqs.weight"] = (
             frequencies(plain, spec.max_positions)[0] / frequencies(rope, spec.max_positions)[0]
         )
-
-    for tensor, vector in vectors.items():
-        writer.add_tensor_info(tensor, vector.shape, vector.dtype, vector.nbytes)
-    for each in matrices(config, mix):
-        shape = (*([each.experts] if each.experts else []), each.rows, each.row_bytes)
-        kind = GGMLQuantizationType[each.kind]
-        writer.add_tensor_info(f"{each.name}.weight", shape, np.dtype(np.uint8), each.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for vector in vectors.values():
-        writer.write_tensor_data(vector)
-    pools: dict[tuple[str, float], Array] = {}
-    for i, each in enumerate(matrices(config, mix)):
-        times = ROUTED_OUT if has_experts(config) and each.name.endswith("attn_output") else 1.0
-        pool = pools.setdefault((each.kind, times), _blocks(each.kind, times))
-        blocks = np.roll(pool, 4099 * i, axis=0)
-        writer.write_tensor_data(np.resize(blocks, (each.nbytes // pool.shape[1], pool.shape[1])))
-    writer.close()
-    aside.rename(target)
+    return vectors
 
 
 def _biases(config: dict[str, Any]) -> dict[str, Array]:
