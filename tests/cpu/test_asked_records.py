@@ -67,6 +67,16 @@ def live_sets(draw: st.DrawFn, neurons: int) -> list[int]:
     return {"none": [], "all": list(range(neurons)), "alternating": list(range(0, neurons, 2))}[kind]
 
 
+def only(records: Records, weights: np.ndarray, live: list[int]) -> np.ndarray:
+    """The pages of records, uint8 [granules, bytes]: those of the neurons `live` of granules uint8 [n, bytes], all
+    others NaN."""
+    picked = np.full((len(weights), records.page_bytes), 0xFF, np.uint8)
+    flat, to = weights.reshape(-1), picked.reshape(-1)
+    for lo, hi, at in records.places(records.runs(live, 64, 0), 0, 0):
+        to[at : at + hi - lo] = flat[lo:hi]
+    return picked
+
+
 @pytest.mark.parametrize("isa", cpu.available())
 @given(st.data(), st.integers(0, 2**32 - 1))
 def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, seed: int) -> None:
@@ -91,11 +101,7 @@ def test_kernels_give_the_same_bits_in_two_steps(isa: str, data: st.DataObject, 
     )  # fmt: skip
     by_row = values.swapaxes(0, 1).reshape(t, -1)
     np.testing.assert_array_equal(by_row != 0, fired.astype(bool))
-    picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
-    live = np.flatnonzero(fired.any(axis=0)).tolist()
-    flat, to = weights.reshape(-1), picked.reshape(-1)
-    for lo, hi, at in records.places(records.runs(live, 64, 0), 0, 0):
-        to[at : at + hi - lo] = flat[lo:hi]
+    picked = only(records, weights, np.flatnonzero(fired.any(axis=0)).tolist())
     partial, pending = np.full((2, t, d), np.nan, np.float32)
     again = np.zeros_like(fired)
     on.ffn(
@@ -128,11 +134,7 @@ def test_records_give_the_same_bits_apart_from_their_biases(isa: str, data: st.D
     records = Records.of(part)
     kept = np.concatenate([weights[:, : records.head], weights[:, records.tail :]], axis=1)
     assert kept.shape[1] == records.kept_bytes
-    picked = np.full((part.granules, records.page_bytes), 0xFF, np.uint8)  # NaN
-    live = np.flatnonzero(active.any(axis=0)).tolist()
-    flat, to = weights.reshape(-1), picked.reshape(-1)
-    for lo, hi, at in records.places(records.runs(live, 64, 0), 0, 0):
-        to[at : at + hi - lo] = flat[lo:hi]
+    picked = only(records, weights, np.flatnonzero(active.any(axis=0)).tolist())
     shape = cpu.ffn_shape(part, ffn)
     scratch = np.empty(_native.ffn_scratch(shape, part.granules, t), np.uint8)
     partial, pending = np.full((2, t, d), np.nan, np.float32)

@@ -154,10 +154,9 @@ def test_a_destination_that_cannot_be(call: Call, tmp_path: Path) -> None:
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several shards, int4, and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("intact")
-    save_checkpoint(folder / "source", {**LLAMA, "vocab_size": 300})
-    with_tokenizer = synth(folder / "source", folder / "synth", parse_format("int4"))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(with_tokenizer / name, folder / "source" / name)
+    config = {**LLAMA, "vocab_size": 300}
+    save_checkpoint(folder / "source", config)
+    save_tokenizer(folder / "source", config)
     packed = pack(folder / "source", folder / "packed", parse_format("int4"), shard_bytes=SMALL_SHARDS)
     assert len(list(packed.glob("*.safetensors"))) > 2
     return packed

@@ -28,7 +28,7 @@ from penstock.spec.plan import Plan
 from penstock.store.pack import pack, verify
 from penstock.store.packed import Packed, has_sums, open_packed
 from penstock.store.synth import synth
-from tests.cpu.checkpoints import LLAMA, save_checkpoint
+from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, refused
 from tests.cpu.engines import GREEDY, load, streaming
 from tests.cpu.placements import PROMPTS, STEPS, Logits, Models
@@ -121,10 +121,9 @@ def test_any_placement_beside_a_device_meets_it(models: Models, data: st.DataObj
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Several shards, an embedding apart from the head, and small files of every sort."""
     folder = tmp_path_factory.mktemp("made")
-    save_checkpoint(folder / "source", {**LLAMA, "vocab_size": 300})
-    with_tokenizer = synth(folder / "source", folder / "synth", parse_format("int4"))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(with_tokenizer / name, folder / "source" / name)
+    config = {**LLAMA, "vocab_size": 300}
+    save_checkpoint(folder / "source", config)
+    save_tokenizer(folder / "source", config)
     (folder / "source" / "LICENSE").write_text("Do as you like.\n")
     (folder / "source" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return pack(folder / "source", folder / "model", parse_format("int4"), shard_bytes=100_000)
