@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,25 +12,19 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, InternalError
 from penstock.graph import ops, passes
-from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.cache import HALF_LIFE, POLICIES, ExpertCache
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Call, Task
 from penstock.graph.verify import verify
-from penstock.models import spec_from_config
 from penstock.planner.predict import predict
 from penstock.planner.routing import Replay, RouterTrace, stated
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format
-from penstock.spec.parts import parts
-from penstock.spec.plan import Cache, Plan, Unit
-from tests.plans import device_plans, make_plan, random_plans
-from tests.pure.machine import MACHINE, WITH_DEVICE
-from tests.pure.real_models import TINY
+from penstock.spec.plan import Plan
+from tests.plans import device_plans, random_plans
+from tests.pure.expert_caches import FORMAT, SPEC, Said, cached_plan, device_plan, drawn, lowered, one, worst
+from tests.pure.machine import MACHINE
 
-SPEC = spec_from_config(TINY["qwen3_moe"] | {"num_experts_per_tok": 3}, "tiny")  # 9 experts
-FORMAT = Format("float32")
 asked = st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=5).map(sorted), max_size=60)
 
 
@@ -86,56 +79,6 @@ def test_lfu_keeps_what_is_used_often_and_forgets() -> None:
     cache.ask([4])
     cache.admit(4, [4])
     assert cache.slot(1) is None and cache.slot(3) is not None
-
-
-def cached_plan(slots: int, policy: str = "lru", guesses: int = 0, **fields: int) -> Plan:
-    units = [
-        Unit(p.key, 0, p.granules, "disk0" if p.kind == "experts" else "host", "host", "host")  # type: ignore[arg-type]
-        for p in parts(SPEC, FORMAT)
-    ]
-    layers = range(len(SPEC.layers))
-    caches = tuple(Cache(i, "host", slots, policy, guesses=guesses) for i in layers)  # type: ignore[arg-type]
-    largest = max(p.nbytes for p in parts(SPEC, FORMAT) if p.kind == "experts")
-    return make_plan(SPEC, FORMAT, units, ring_bytes={"host": largest}, caches=caches, **fields)  # type: ignore[arg-type]
-
-
-Said = Callable[[Call], Sequence[Sequence[int]]]
-
-
-def worst(plan: Plan) -> Said:
-    """Always those that were wanted longest ago."""
-    at = [0] * len(SPEC.layers)
-
-    def answer(call: Call) -> list[list[int]]:
-        assert isinstance(call.operands, ops.Route) and call.batch is not None
-        layer, found = call.operands.layer, []
-        for _ in range(call.batch.total_rows):
-            found.append(sorted((at[layer] + i) % 9 for i in range(3)))
-            at[layer] += 3
-        return found
-
-    return answer
-
-
-def one(plan: Plan) -> Said:
-    """All rows to the same."""
-    return lambda call: [[0, 4, 8]] * (call.batch.total_rows if call.batch else 0)
-
-
-def drawn(plan: Plan) -> Said:
-    draw = random.Random(5)
-    return lambda call: [sorted(draw.sample(range(9), 3)) for _ in range(call.batch.total_rows if call.batch else 0)]
-
-
-def lowered(plan: Plan, answer: Said, steps: int = 6) -> list[Task]:
-    lowering, tasks = Lowering(plan), list[Task]()
-    seqs = tuple(range(plan.batch_seqs))
-    for prompt in (2, 20, 45):  # few rows ask, many read all but what lies in caches
-        for p in passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE):
-            tasks += lowering.step(p, answer)
-        for position in range(prompt, prompt + steps):
-            tasks += lowering.step(passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE), answer)
-    return tasks
 
 
 @pytest.mark.thinned(6)
@@ -247,145 +190,6 @@ def test_some_leave_before_all_others(policy: str) -> None:
     assert cache.held == (1, 2, 3) and cache.admit(4, [4, 5, 6], first=[3, 7, None]) == 2
     assert cache.admit(5, [4, 5, 6], first=[4]) == 0  # that is to be kept: of the others the least used
     assert cache.admit(6, [4, 5, 6]) == 1 and cache.admit(7, [4, 5, 6], first=[4]) is None
-
-
-def device_plan(slots: int = 4, lifted_rows: int = 2, beneath: int = 0, **fields: int) -> Plan:
-    """A cache in a device's memory for every layer, over experts in RAM. `beneath`: over caches in RAM of so many
-    slots, over the disk."""
-    units, ring = [], 0
-    for p in parts(SPEC, FORMAT):
-        at = {"experts": "host", "router": "host"}.get(p.kind, "gpu0")
-        home = "disk0" if p.kind == "experts" and beneath else at
-        ring = max(ring, p.nbytes if home == "disk0" else 0)
-        units.append(Unit(p.key, 0, p.granules, home, at, at))  # type: ignore[arg-type]
-    layers = range(len(SPEC.layers))
-    caches = [Cache(i, "gpu0", slots, "lru", lifted_rows) for i in layers]  # type: ignore[arg-type]
-    caches += [Cache(i, "host", beneath, "lfu") for i in layers if beneath]  # type: ignore[arg-type]
-    return make_plan(
-        SPEC, FORMAT, units, ring_bytes={"host": ring} if ring else {}, main="gpu0",
-        caches=tuple(sorted(caches, key=lambda cache: (cache.layer, cache.executor == "gpu0"))),
-        kv_homes=[("gpu0", "gpu0")] * len(layers),
-        stage_bytes=max(p.granule_bytes for p in parts(SPEC, FORMAT)), **fields,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("seqs", [1, 4])
-@pytest.mark.parametrize("lifted_rows", [1, 2, 9])
-@pytest.mark.parametrize("slots", [1, 4, 9])
-@pytest.mark.parametrize("of", [worst, drawn])
-def test_any_answers_beside_a_device(of: Callable[[Plan], Said], slots: int, lifted_rows: int, seqs: int) -> None:
-    plan = device_plan(slots, lifted_rows, batch_seqs=seqs)
-    check_plan(plan, SPEC, FORMAT)
-    tasks = lowered(plan, of(plan), 3)
-    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
-    assert tasks == lowered(plan, of(plan), 3)
-    by_cpu = [t for t in tasks if t.lanes == ("host",) and any(isinstance(c.operands, ops.Experts) for c in t.calls)]
-    lifts = [t for t in tasks if isinstance(t.calls[0].operands, ops.Lift)]
-    assert all(lift.lanes == ("h2d0",) for lift in lifts) and lifts[0].after  # after the router that asked
-    assert bool(by_cpu)  # of long prompts at least, which it computes at home
-
-
-@pytest.mark.parametrize("seqs", [1, 4])
-@pytest.mark.parametrize("lifted_rows", [1, 2])
-@pytest.mark.parametrize(("slots", "beneath"), [(1, 1), (1, 4), (3, 3), (9, 1)])
-@pytest.mark.parametrize("of", [worst, one, drawn])
-def test_any_answers_beside_a_device_over_a_disk(
-    of: Callable[[Plan], Said], slots: int, beneath: int, lifted_rows: int, seqs: int
-) -> None:
-    """What the device's cache misses comes out of the cache in RAM, and what that misses too is read first."""
-    plan = device_plan(slots, lifted_rows, beneath, batch_seqs=seqs)
-    check_plan(plan, SPEC, FORMAT)
-    tasks = lowered(plan, of(plan), 3)
-    assert verify(tasks, plan.arenas, plan.units) == len(tasks)
-    assert tasks == lowered(plan, of(plan), 3)
-    lifts = [c.operands for t in tasks for c in t.calls if isinstance(c.operands, ops.Lift)]
-    assert {lift.source.arena for lift in lifts} == {"host.cache"}
-    read = [c for t in tasks for c in t.calls if isinstance(c.operands, ops.Load)]
-    if of is one and slots >= 3 and beneath >= 3:  # each is read once, and lifted once
-        assert len([c for c in read if c.operands.target.arena == "host.cache"]) == 3 * len(SPEC.layers)
-        assert len(lifts) == 3 * len(SPEC.layers)
-
-
-@pytest.mark.parametrize("lifted_rows", [1, 2])
-def test_what_ram_has_is_not_read_again(lifted_rows: int) -> None:
-    """Twelve passes ask for six experts by turns: the device holds three of them, and RAM the others."""
-    plan = device_plan(3, lifted_rows, 6)
-    lowering, turns = Lowering(plan), ((0, 1, 2), (3, 4, 5))
-    for position in range(12):
-        p = passes.decode(plan, (0,), (position,), passes.DECODE)
-        tasks = list(lowering.step(p, lambda _, position=position: [turns[position % 2]]))  # type: ignore[misc]
-        calls = [call.operands for task in tasks for call in task.calls]
-        assert len([op for op in calls if isinstance(op, ops.Load)]) == (3 * len(SPEC.layers) if position < 2 else 0)
-        assert len([op for op in calls if isinstance(op, ops.Lift)]) == 3 * len(SPEC.layers)
-
-
-@pytest.mark.parametrize("slots", [1, 4, 9])
-def test_a_long_prompt_lifts_what_no_cache_holds(slots: int) -> None:
-    """Out of the middle of a unit in RAM too."""
-    plan = device_plan(slots)
-    units = [replace(u, prefill="gpu0") if u.part.endswith("experts") else u for u in plan.units]  # type: ignore[arg-type]
-    ring = plan.parts["0.experts"].nbytes
-    plan = with_arenas(replace(plan, units=tuple(units), ring_bytes={"gpu0": ring}))  # type: ignore[dict-item]
-    check_plan(plan, SPEC, FORMAT)
-    lowering, answer = Lowering(plan), drawn(plan)
-    tasks = [task for at in range(12) for task in lowering.step(passes.decode(plan, (0,), (at,), None), answer)]
-    (p,) = passes.prompts(plan, (0,), (30,), None)
-    prompt = list(lowering.step(p, answer))
-    assert verify([*tasks, *prompt], plan.arenas, plan.units)
-    lifted = [call.operands for task in prompt for call in task.calls if isinstance(call.operands, ops.Lift)]
-    part = plan.parts["0.experts"]
-    assert sum(lift.target.nbytes for lift in lifted) == len(SPEC.layers) * (9 - slots) * part.least_bytes
-    start = Layout(plan).weights[[u.part for u in plan.units].index("0.experts")].lo
-    sources = sorted(
-        (lift.source.lo - start) // part.least_bytes + i
-        for lift in lifted
-        for i in range(lift.source.nbytes // part.least_bytes)
-        if start <= lift.source.lo < start + part.nbytes
-    )
-    held = lowering._demand._own(0).held
-    assert sources == [expert for expert in range(9) if expert not in held]
-
-
-def test_a_lift_out_of_a_slot_that_holds_another_expert_is_found() -> None:
-    plan = device_plan(3, 1, 4)
-    tasks = lowered(plan, worst(plan), 2)
-    number, task = [(i, t) for i, t in enumerate(tasks) if isinstance(t.calls[0].operands, ops.Lift)][-1]
-    lift = task.calls[0].operands
-    assert isinstance(lift, ops.Lift)
-    nbytes = lift.source.nbytes
-    other = lift.source._replace(lo=lift.source.lo - nbytes, hi=lift.source.lo)
-    tasks[number] = task._replace(calls=(task.calls[0]._replace(operands=lift._replace(source=other)),))
-    with pytest.raises(InternalError, match=r"from host.cache.*, which holds"):
-        verify(tasks, plan.arenas, plan.units)
-
-
-def test_a_prediction_counts_what_each_cache_holds() -> None:
-    """Two tokens in turns that share no expert. The device has slots for one of them, RAM for both, or for one."""
-    layers = len(SPEC.layers)
-    trace = RouterTrace((((0, 1, 2), (3, 4, 5)),) * layers, "made up")
-    ask = Ask(prompt_tokens=4, output_tokens=4, context=64)
-    for lifted_rows, beneath, absent in ((1, 6, 0), (2, 6, 0), (1, 1, 3)):  # lifted, or computed by the CPU
-        plan = device_plan(3, lifted_rows, beneath)
-        use = predict(plan, ask, WITH_DEVICE, trace=trace).experts
-        assert use is not None and (use.wanted, use.missed, use.absent) == (3 * layers, 3 * layers, absent * layers)
-        assert use.loaded_bytes == absent * layers * plan.parts["0.experts"].least_bytes
-        assert (use.hit_rate, use.hit_rate_beneath) == (0, 1 - absent / 3)
-    use = predict(device_plan(6, 1, 1), ask, WITH_DEVICE, trace=trace).experts
-    assert use is not None and (use.missed, use.hit_rate_beneath) == (0, 1)
-    alone = predict(device_plan(3, 1), ask, WITH_DEVICE, trace=trace).experts
-    assert alone is not None and (alone.absent, alone.hit_rate_beneath, alone.missed) == (None, None, 3 * layers)
-
-
-def test_a_lift_of_another_expert_is_found() -> None:
-    plan = device_plan(3, 1)
-    tasks = lowered(plan, worst(plan), 2)
-    number, task = next((i, t) for i, t in enumerate(tasks) if isinstance(t.calls[0].operands, ops.Lift))
-    lift = task.calls[0].operands
-    assert isinstance(lift, ops.Lift)
-    wrong = task.calls[0]._replace(operands=lift._replace(expert=(lift.expert + 1) % 9))
-    tasks[number] = task._replace(calls=(wrong,))
-    with pytest.raises(InternalError, match="which holds"):
-        verify(tasks, plan.arenas, plan.units)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from penstock.planner.simulate import Simulator, lowered_pass
 from penstock.spec.machine import Rate
 from penstock.spec.places import CPU, DISK
 from penstock.spec.plan import Plan
+from tests.pure.expert_caches import Said, cached_plan, drawn, one, worst
 from tests.pure.machine import MACHINE
-from tests.pure.test_expert_cache import Said, cached_plan, drawn, one, worst
 
 LAST = 9  # passes
 
