@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,10 @@ def loaded(
     beside_bytes: int = 0,
     guide_bytes: int = 0,
     family: str | None = None,
+    prompt: Sequence[int] = (),
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
-    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`: as for
+    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as for
     `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
 
@@ -98,6 +99,7 @@ def loaded(
         beside_bytes=beside_bytes,
         guide_bytes=guide_bytes,
         family=family,
+        prompt=tuple(prompt),
     )
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)

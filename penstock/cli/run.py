@@ -128,8 +128,10 @@ def run(
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
         else:
             ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
+        # Whoever reads JSON, a trace or a record wants figures of passes that nothing was done beside.
+        alone = as_json or chatting or work.batch > 1 or traced is not None or keep is not None
         with (
-            loaded(source, ask, machine, plan, traced, tokenizer) as engine,
+            loaded(source, ask, machine, plan, traced, tokenizer, prompt=() if alone else ids) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
             if why:

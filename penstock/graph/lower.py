@@ -78,6 +78,11 @@ class Lowering:
         answers decide."""
         return None if self._repeats.nothing_streams or self.plan.asks else self._streams.held
 
+    @property
+    def stays(self) -> bool:
+        """Whether all that passes read is at home with those who compute, and no answer decides what they read."""
+        return self._repeats.nothing_streams and not self.plan.asks
+
     # -- the pass -------------------------------------------------------------------------------------
 
     def step(self, p: Pass, answer: Answer | None = None, by_batches: bool = False) -> Iterator[Task]:

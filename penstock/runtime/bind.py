@@ -62,6 +62,11 @@ class Binding(Views):
             self.call(call)
 
     @property
+    def hears(self) -> bool:
+        """Whether somebody is told what routers and FFNs say."""
+        return self.on_route is not None or self.on_fired is not None
+
+    @property
     def by_batches(self) -> bool:
         """Whether tasks that come again are run by their batches alone, whose numbers of rows are data
         (`Lowering.step`)."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph.arenas import Layout
+from penstock.runtime.ahead import WEIGHTS, Arrived
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.host import Progress
@@ -46,9 +47,11 @@ def load_weights(
     arenas: Arenas,
     device: Device | None,
     on_progress: Progress | None,
+    arrived: Arrived | None = None,
 ) -> FirstLoads:
-    """Loads every unit that stays in memory to its place. Raises StorageFailed, DamagedModel, DeviceFailed, BrokenModel
-    (predictors that are not finite)."""
+    """Loads every unit that stays in memory to its place. `arrived`: is told how far the weights in RAM are there, from
+    when all pages of the arenas are taken. Whoever computes before that takes the processor from those who take pages.
+    Raises StorageFailed, DamagedModel, DeviceFailed, BrokenModel (predictors that are not finite)."""
     units = plan.units
     copied = [slot for slots in layout.copied_norms.values() for slot in slots]
     asked = [units[u] for u in layout.asked]
@@ -79,11 +82,14 @@ def load_weights(
 
     uploads = lift_weights(plan, layout, reader, arenas, device, look) if device else ()
     kept = keep_asked(plan, layout, reader, arenas)
+    in_order = (slot.hi for slot in placed if slot.arena == WEIGHTS)  # as they are loaded
     done, told_s, ends = 0, time.perf_counter(), list[End]()
     for nbytes in chain(waited_for(chain(weights, predictors, copies), _LOADS_AHEAD), kept, uploads):
-        done += nbytes
+        done, end = done + nbytes, next(in_order, None)
         if arenas.taking_s is not None:
             ends.append(End(time.perf_counter(), done))
+            if arrived is not None and end is not None:
+                arrived.note(end)
         if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
             told_s = time.perf_counter()
             on_progress("loading weights", done, total)

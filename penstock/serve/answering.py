@@ -79,6 +79,8 @@ class Answering:
             reply.answer.cached_tokens = start
         for p in self._prompts():
             logits_of_batches = session.step(p, [self._rows(batch) for batch in p.batches])
+            for reply in replies if session.was_ahead else ():
+                reply.answer.read_ahead = True
             for batch, rows, likeliest in zip(p.batches, logits_of_batches, session.best, strict=True):
                 if self._scores:
                     replies[batch.seqs[0]].hear(batch.start[0], rows)

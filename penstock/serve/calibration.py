@@ -65,7 +65,7 @@ def calibrated(machine: MachineSpec, probed: MachineSpec, seen: Iterable[Run]) -
     `seen`: runs that were predicted with the figures of `machine`."""
     phases_of: dict[Figure, list[Phase]] = {}
     for run in filter(counts, seen):
-        for phase in (run.first, run.step):
+        for phase in run.phases:
             if phase.dominant.share >= _LEAST_SHARE and run.passes(phase) * phase.measured_s >= LEAST_S:
                 phases_of.setdefault(phase.dominant.figure, []).append(phase)
     base, now = _values(probed), _values(machine)

@@ -28,11 +28,12 @@ from penstock.serve.loading import Loading, Planned, plan_here
 from penstock.serve.renewal import Renewed, renewed
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
-from penstock.serve.session import Session
+from penstock.serve.session import FirstPass, Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
 from penstock.spec.places import DISK
+from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
 from penstock.store.pooling import of_packed
 from penstock.store.predictors import with_predictors
@@ -95,10 +96,13 @@ class Engine:
         if (ask.sparsity if how.plan is None else how.plan.sparsity) == "predict":
             packed = with_predictors(packed)
         planned = plan_here(ask, packed, how, on_progress)
+        first = first_pass(planned.plan, how.prompt) if how.prompt else None
         device = planned.open_device()
         planned.require_free()
         kv_folder = how.cache_folder if DISK.tier in planned.plan.tier_bytes() else None
-        session = Session(packed, planned.plan, how, kv_folder=kv_folder, device=device, on_progress=on_progress)
+        session = Session(
+            packed, planned.plan, how, kv_folder=kv_folder, device=device, on_progress=on_progress, first=first
+        )
         return cls(packed, planned, session)
 
     @property
@@ -248,3 +252,10 @@ class Engine:
             note_run(
                 self._machine_file, measured, self.plan, prediction, generation, reads, self.machine, self.packed.folder
             )  # fmt: skip
+
+
+def first_pass(plan: Plan, prompt: Sequence[int]) -> FirstPass:
+    """The first pass of a prompt's answer, and its token ids. Raises BadRequest as `checked_ids`."""
+    ids = checked_ids(prompt, plan)
+    p = next(passes.prompts(plan, (0,), (len(ids),), None))
+    return p, [ids[: p.total_rows]]

@@ -30,8 +30,8 @@ class Generation:
 
     `finish_reason`: stop (end of text or a stop string) or length. `context_full`: the answer ends because the context
     is full, before the length that was asked for. `wait_s`: seconds from the request until it had a sequence; above 0
-    where other requests were before it. `ttft_s`: seconds from the request to its first token. `inter_token_s`: seconds
-    between its tokens."""
+    where other requests were before it. `ttft_s`: seconds from the request to its first token. `read_ahead`: its
+    prompt was begun before the request, while the weights were loaded. `inter_token_s`: seconds between its tokens."""
 
     prompt_tokens: int
     batch: int
@@ -47,6 +47,7 @@ class Generation:
     context_full: bool = False
     wait_s: float = 0.0
     ttft_s: float = 0.0
+    read_ahead: bool = False
     batch_ttft_s: float = 0.0  # until every sequence of the batch had its first token
     inter_token_s: list[float] = field(default_factory=list)
     decode_s: float = 0.0  # of all decode passes

@@ -100,6 +100,11 @@ class Hearing:
             finally:
                 self.answer, self.given = self._binding.answer, None
 
+    @property
+    def listens(self) -> bool:
+        """Whether anybody hears routers or neurons, or answers in place of routers."""
+        return bool(self.heard) or self.given is not None or self._binding.hears
+
     def guess(self, call: Call) -> list[list[int]] | None:
         """What the router of the next layer would guess, from what this router's call has just read: the experts of
         each row, the likeliest first. None where the next layer has none. For listeners of `routers`."""

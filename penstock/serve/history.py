@@ -93,7 +93,8 @@ class Run:
     their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, what share of values
     attention reads if not all, and whether records are asked for; runs of versions that did not keep it count as off.
     `at_s`: when it ended, in seconds since 1970; 0 for versions that did not keep it. `elsewhere`: the model lay on
-    another disk than the one that was measured."""
+    another disk than the one that was measured. `read_ahead`: its prompt was begun while the weights were loaded, so
+    `first` is what was left of it, and tells nothing of a prediction."""
 
     figures: str
     plan: str
@@ -108,6 +109,12 @@ class Run:
     sparsity: str = "off"
     at_s: float = 0.0
     elsewhere: bool = False
+    read_ahead: bool = False
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that may be held beside what was predicted."""
+        return (self.step,) if self.read_ahead else (self.first, self.step)
 
     def passes(self, phase: Phase) -> int:
         """How many passes a phase of this run had. The phase until the first tokens counts as one pass."""
@@ -193,6 +200,7 @@ def note_run(
         sparsity=_sparsity(plan),
         at_s=time.time(),
         elsewhere=folder is not None and not _on_one_disk(folder, machine_file.parent),
+        read_ahead=generation.read_ahead,
     )
     with suppress(OSError):
         file = history_file(machine_file)
@@ -233,7 +241,9 @@ def band(seen: Iterable[Run], prediction: Prediction, plan: Plan, batch: int) ->
         if run.sparsity != sparsity:
             continue
         like = 1.0 if run.weights == weights else _OTHER_FORMAT
-        firsts.append((like * run.first.likeness(prediction.ttft_s, prediction.ttft_bound_by), run.first.log_ratio))
+        if not run.read_ahead:
+            likeness = run.first.likeness(prediction.ttft_s, prediction.ttft_bound_by)
+            firsts.append((like * likeness, run.first.log_ratio))
         steps.append((like * run.step.likeness(decode_s, prediction.bound_by), run.step.log_ratio))
     return Band(_width(steps), _width(firsts))
 

@@ -144,7 +144,7 @@ def lately(machine: MachineSpec, seen: Iterable[Run], weights: str, sparsity: st
         if age_s > _OLDEST_S or run.sparsity.partition(",")[0] != sparsity:
             continue
         of: dict[_Group, list[Phase]] = {}
-        for phase in (run.first, run.step):
+        for phase in run.phases:
             if _tells(phase, run, value, weights):
                 of.setdefault(_group(phase.dominant.figure), []).append(phase)
         for group, phases in of.items():

@@ -41,7 +41,8 @@ class Loading(Running):
     answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
     of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
     the plan of another system is wanted, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
-    checksum when it is read first. `tokenizer`: the model's, where it is open already.
+    checksum when it is read first. `tokenizer`: the model's, where it is open already. `prompt`: the ids of the prompt
+    that is answered first, where it is known. If all weights stay in RAM, it is read while they are loaded.
     """
 
     machine: MachineSpec | None = None
@@ -53,6 +54,7 @@ class Loading(Running):
     tokenizer: Tokenizer | None = None
     beside_bytes: int = 0
     guide_bytes: int = 0
+    prompt: tuple[int, ...] = ()
 
     @property
     def cache_folder(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
+from penstock.runtime.ahead import PassAhead
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind import Binding
 from penstock.runtime.bind_native import NativeBinding, native
@@ -44,6 +45,7 @@ _CLOSED = "this model was closed: load it again"
 # Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
 # pass.
 Watch = Callable[[Timeline, Pass | None], None]
+FirstPass = tuple[Pass, Sequence[NDArray[np.int32]]]  # with the token ids of its batches, int32 [T] each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,9 @@ class Session:
     """Steps passes of one plan over one packed model.
 
     `kv_folder`: for KV that the plan keeps on a disk; None for the model's folder. `device`: for a plan that computes
-    on a device; the session closes it. The attribute `kernels` says which kernels were taken, and why.
+    on a device; the session closes it. `first`: a pass that is likely to be stepped first, and the token ids of its
+    batches. Where all weights stay in RAM it is begun while they are loaded, and `step` does what is left of it. The
+    attribute `kernels` says which kernels were taken, and why.
 
     Raises BadRequest where the plan is for another model, or needs a device and there is none; StorageFailed,
     DamagedModel, BrokenModel (predictors that are not finite), DoesNotFit and DeviceFailed while loading.
@@ -87,6 +91,7 @@ class Session:
         kv_folder: Path | None = None,
         device: Device | None = None,
         on_progress: Progress | None = None,
+        first: FirstPass | None = None,
     ) -> None:
         _require_match(packed, plan, device)
         self.plan, self.device, self._how, self._closed = plan, device, how, False
@@ -106,10 +111,12 @@ class Session:
         self._saves_late = any(home.home != HOST or home.attend != HOST for home in plan.kv)
         # The number of passes that were begun, and of late saves that failed. If it changes, KV is not what it was.
         self.passes = 0
+        self.was_ahead = False  # whether the last pass was begun while weights were loaded
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # if loading fails half-way, everything is given back
             self._open_memory(packed, kv_folder, opened)
             self._open_lanes(packed, opened)
+            self._first, self._ahead = first, self._begun_ahead(first)
             self._load_weights(packed, on_progress)
             self._opened = opened.pop_all()
 
@@ -158,9 +165,8 @@ class Session:
     def _step(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         spec = self.plan.target.spec
         check_tables(self.lowering.layout, p)
-        for batch, ids in zip(p.batches, tokens, strict=True):
-            slot = self.lowering.layout.act(HOST, batch.id, "tokens", 4 * batch.total_rows)
-            self._arenas.view(slot).view(np.int32)[...] = ids
+        ahead = self._taken_ahead(p, tokens)
+        self._place(p, tokens)
         self._traffic.streamed_bytes = self._binding.fetched_bytes = 0
         self._executor.recording = bool(self.watchers)
         if self.device is not None:
@@ -168,7 +174,9 @@ class Session:
         # Damaged weights overflow. The sampler says so once; numpy would say so many times.
         try:
             with np.errstate(all="ignore"):
-                timeline = self._run(p)
+                self.was_ahead = ahead is not None and ahead.finish()
+                now_s = time.perf_counter() - self._origin_s
+                timeline = Timeline((), now_s, now_s) if self.was_ahead else self._run(p)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and not self._saves_late:
                 self.held.broke_off(p)
@@ -193,6 +201,29 @@ class Session:
             rows = self.lowering.layout.act(HOST, batch.id, "rows", 4 * shape[0] * shape[1])
             self.hidden.append(self._arenas.array(rows, np.float32, shape) if batch.hidden else None)
         return logits
+
+    def _place(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> None:
+        """Writes token ids to where the pass reads them."""
+        for batch, ids in zip(p.batches, tokens, strict=True):
+            slot = self.lowering.layout.act(HOST, batch.id, "tokens", 4 * batch.total_rows)
+            self._arenas.view(slot).view(np.int32)[...] = ids
+
+    def _begun_ahead(self, first: FirstPass | None) -> PassAhead | None:
+        """The first pass, to be done while weights are loaded. None where none is foreseen, or something streams, or
+        tasks are done otherwise than by the CPU and as they come."""
+        if first is None or self.device is not None or self._how.serial or not self.lowering.stays:
+            return None
+        self._place(*first)
+        return PassAhead(self._counted(first[0]), self._work)
+
+    def _taken_ahead(self, p: Pass, tokens: Sequence[NDArray[np.int32]]) -> PassAhead | None:
+        """The pass that was begun while weights were loaded, if it is this one, and nobody listens to it. It is
+        forgotten: whatever pass comes next, it writes where that one did."""
+        (ahead, self._ahead), (first, self._first) = (self._ahead, None), (self._first, None)
+        if ahead is None or first is None or self.watchers or self.hearing.listens:
+            return None
+        same = p._replace(then=None) == first[0]._replace(then=None)  # what comes next streams nothing either
+        return ahead if same and all(map(np.array_equal, tokens, first[1])) else None
 
     def _run(self, p: Pass) -> Timeline:
         runner = self._open_runner
@@ -328,7 +359,8 @@ class Session:
 
     def _load_weights(self, packed: Packed, on_progress: Progress | None) -> None:
         layout, arenas, device = self.lowering.layout, self._arenas, self.device
-        loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress)
+        with nullcontext() if self._ahead is None else self._ahead.following() as arrived:
+            loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress, arrived)
         self.loaded_bytes, self.loading = loaded  # the second: of those loads that did not wait for memory
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s
