@@ -1,9 +1,9 @@
 """Computes a model's first pass while the weights that it reads are still being loaded.
 
-Loads end in the order of the plan's units, which is the order in which a pass reads them. So a thread follows them: it
-does the pass call by call, and waits before each call until the weights of that call are there. When loading is over,
-the thread stops, and what is left of the pass is done when the pass is wanted. So nothing computes beside what comes
-between loading and the first word, such as a look at the RAM's speed.
+Weights are loaded in the order in which the pass reads them. A thread follows: it does the pass call by call, and waits
+before each call until the weights of that call are there. When loading is over, the thread stops, and what is left of
+the pass is done when the pass is wanted. So nothing computes beside what comes between loading and the first word, such
+as a look at the RAM's speed.
 
 This is for plans of which a pass streams nothing. Where weights stream, the disk has no time to spare, and computing is
 hidden behind its loads already. The pass's tasks are those that the lowering gives; they are all the CPU's, so their
@@ -13,13 +13,13 @@ order is all that they wait for.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 from penstock.graph import ops
-from penstock.graph.tasks import Call, Task
+from penstock.graph.tasks import Call, Slot, Task
 from penstock.runtime.dispatch import Work
 from penstock.spec.places import HOST
 
@@ -27,15 +27,32 @@ WEIGHTS = f"{HOST}.weights"
 
 
 class Arrived:
-    """How far loading has come: all bytes of the arena `host.weights` below `end` are there."""
+    """How many loads are done, and of how many a call has to wait for. `calls`: of the pass, in order."""
 
-    def __init__(self) -> None:
-        self._changed, self._end, self._over = threading.Condition(), 0, False
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._changed, self._done, self._over = threading.Condition(), 0, False
+        self._needed: list[int] = []  # for each call, how many loads have to be done
 
-    def note(self, end: int) -> None:
-        """The bytes below `end` are there, and were compared with their checksums."""
+    def order(self, slots: Sequence[Slot]) -> list[int]:
+        """The order in which to load what is read to `slots`: that in which the calls read them, and then the others.
+        A plan's own order is nearly that, but the norms at the model's ends are needed before its first layer."""
+        places = sorted((slot.arena, slot.lo, i) for i, slot in enumerate(slots))
+        order: dict[int, None] = {}
+        needed = []
+        for call in self._calls:
+            for arena, lo, hi in weights_of(call):
+                first = bisect_right(places, (arena, lo, len(slots))) - 1
+                for _, _, i in places[first : bisect_left(places, (arena, hi, -1))]:
+                    order.setdefault(i)
+            needed.append(len(order))
+        self._needed = needed
+        return list(order | dict.fromkeys(range(len(slots))))
+
+    def note(self, done: int) -> None:
+        """So many loads are done: their bytes are there, and were compared with their checksums."""
         with self._changed:
-            self._end = end
+            self._done = done
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -44,10 +61,10 @@ class Arrived:
             self._over = True
             self._changed.notify_all()
 
-    def wait(self, end: int) -> bool:
-        """Waits for the bytes below `end`. Returns False where loading is over, whatever is there."""
+    def wait(self, number: int) -> bool:
+        """Waits until a call may be done. `number`: its place in the pass. Returns False where loading is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._end >= end)
+            self._changed.wait_for(lambda: self._over or (self._done and self._done >= self._needed[number]))
             return not self._over
 
 
@@ -57,15 +74,15 @@ class PassAhead:
 
     def __init__(self, tasks: Iterable[Task], work: Work) -> None:
         self._work = work
-        self._left = deque(task._replace(calls=(call,)) for task in tasks for call in task.calls)
+        self._tasks = [task._replace(calls=(call,)) for task in tasks for call in task.calls]
         self._failed = False
-        self.calls_ahead = 0  # that were done while weights were loaded
+        self.calls_done = 0
 
     @contextmanager
     def following(self) -> Iterator[Arrived]:
-        """In this block a thread does the pass as far as the weights have come that the caller notes. At its end no
-        call is under way. An error of the pass is not raised: `finish` says that there is nothing to finish."""
-        arrived = Arrived()
+        """In this block a thread does the pass as far as the caller's loads have come. At its end no call is under way.
+        An error of the pass is not raised: `finish` says that there is nothing to finish."""
+        arrived = Arrived([task.calls[0] for task in self._tasks])
         thread = threading.Thread(target=self._follow, args=(arrived,), name="penstock-ahead", daemon=True)
         try:
             thread.start()
@@ -81,33 +98,29 @@ class PassAhead:
     def finish(self) -> bool:
         """Does what is left of the pass. Returns False where its beginning has failed: then it has to be done anew.
         Raises as `Work.run`."""
-        if self._failed:
-            return False
-        self._begin()
-        while self._left:
-            self._work.run(self._left.popleft())
-        return True
+        while not self._failed and self.calls_done < len(self._tasks):
+            self._do_next()
+        return not self._failed
 
-    def _begin(self) -> None:
-        if not self.calls_ahead:
+    def _do_next(self) -> None:
+        if not self.calls_done:
             self._work.begin()
+        self._work.run(self._tasks[self.calls_done])
+        self.calls_done += 1
 
     def _follow(self, arrived: Arrived) -> None:
         try:
-            while self._left and arrived.wait(weights_end(self._left[0].calls[0])):
-                self._begin()
-                self._work.run(self._left.popleft())
-                self.calls_ahead += 1
+            while self.calls_done < len(self._tasks) and arrived.wait(self.calls_done):
+                self._do_next()
         except BaseException:
             self._failed = True
 
 
-def weights_end(call: Call) -> int:
-    """The end of the last byte of weights in RAM that a call reads; 0 where it reads none."""
-    end, operands = 0, cast(tuple[Any, ...], call.operands)
+def weights_of(call: Call) -> list[Slot]:
+    """The slots of weights in RAM that a call reads."""
+    operands = cast(tuple[Any, ...], call.operands)
+    slots: list[Slot] = []
     for operand in ops.OPS[call.op].operands:
         value = operands[operand.field]
-        for slot in value if operand.many else (value,):
-            if slot.arena == WEIGHTS:
-                end = max(end, slot.hi)
-    return end
+        slots += value if operand.many else (value,)
+    return [slot for slot in slots if slot.arena == WEIGHTS]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.graph.arenas import Layout
-from penstock.runtime.ahead import WEIGHTS, Arrived
+from penstock.runtime.ahead import Arrived
 from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.host import Progress
@@ -49,30 +49,21 @@ def load_weights(
     on_progress: Progress | None,
     arrived: Arrived | None = None,
 ) -> FirstLoads:
-    """Loads every unit that stays in memory to its place. `arrived`: is told how far the weights in RAM are there, from
-    when all pages of the arenas are taken. Whoever computes before that takes the processor from those who take pages.
-    Raises StorageFailed, DamagedModel, DeviceFailed, BrokenModel (predictors that are not finite)."""
+    """Loads every unit that stays in memory to its place. `arrived`: says in which order, and is told how many loads
+    are done, from when all pages of the arenas are taken. Whoever computes before that takes the processor from those
+    who take pages. Raises StorageFailed, DamagedModel, DeviceFailed, BrokenModel (predictors that are not finite)."""
     units = plan.units
     copied = [slot for slots in layout.copied_norms.values() for slot in slots]
     asked = [units[u] for u in layout.asked]
     placed = (*layout.weights.values(), *layout.predictors.values(), *copied)
     total = sum(slot.nbytes for slot in placed) + sum(map(plan.unit_bytes, asked))
-    weights = (
-        reader.start(units[i].part, units[i].lo, units[i].hi, arenas.address(slot))
-        for i, slot in layout.weights.items()
-        if units[i].home == HOST
-    )
-    predictors = (
-        reader.start(f"{layer}.predictor", 0, 1, arenas.address(slot))
-        for layer, slot in layout.predictors.items()
-        if tier_of(slot.arena) == HOST
-    )
-    copies = (
-        reader.start(part, 0, 1, arenas.address(slot))
-        for part, slots in layout.copied_norms.items()
-        for slot in slots
-        if tier_of(slot.arena) == HOST
-    )
+    weights = [(units[i].part, units[i].lo, units[i].hi, slot) for i, slot in layout.weights.items()]
+    predictors = [(f"{layer}.predictor", 0, 1, slot) for layer, slot in layout.predictors.items()]
+    copies = [(part, 0, 1, slot) for part, slots in layout.copied_norms.items() for slot in slots]
+    loads = [load for load in (*weights, *predictors, *copies) if tier_of(load[3].arena) == HOST]
+    if arrived is not None:
+        loads = [loads[i] for i in arrived.order([slot for *_, slot in loads])]
+    begun = (reader.start(part, lo, hi, arenas.address(slot)) for part, lo, hi, slot in loads)
     predicting = {part.key: part for part in (each.part(plan.target.spec) for each in plan.predictors)}
 
     def look(key: str, here: NDArray[np.uint8]) -> None:
@@ -82,14 +73,13 @@ def load_weights(
 
     uploads = lift_weights(plan, layout, reader, arenas, device, look) if device else ()
     kept = keep_asked(plan, layout, reader, arenas)
-    in_order = (slot.hi for slot in placed if slot.arena == WEIGHTS)  # as they are loaded
     done, told_s, ends = 0, time.perf_counter(), list[End]()
-    for nbytes in chain(waited_for(chain(weights, predictors, copies), _LOADS_AHEAD), kept, uploads):
-        done, end = done + nbytes, next(in_order, None)
+    for number, nbytes in enumerate(chain(waited_for(begun, _LOADS_AHEAD), kept, uploads), 1):
+        done += nbytes
         if arenas.taking_s is not None:
             ends.append(End(time.perf_counter(), done))
-            if arrived is not None and end is not None:
-                arrived.note(end)
+            if arrived is not None:
+                arrived.note(number)
         if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
             told_s = time.perf_counter()
             on_progress("loading weights", done, total)
