@@ -58,20 +58,37 @@ void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, con
 void fold_fours(const Team& team, const Fours& fours, int begin, int count, const float* sums, int t, int d) {
     const FfnSum& sum = fours.sum;
     const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
+    const bool keeps = fours.at(begin + count - 1).keeps;  // no other four reaches beyond the call's granules
+    const std::ptrdiff_t apart = std::ptrdiff_t(t) * d;
+    // Tiles. Sums of fours lie in few sets of a cache, so lines next to each other are read together.
+    constexpr int kSideBySide = 4;
     for (int row = 0; row < t; ++row) {
-        for (int tile = lo; tile < hi; ++tile) {
+        const auto fold = [&]<int n>(int tile, const auto& load, const auto& store) {
             const std::ptrdiff_t at = std::ptrdiff_t(row) * d + tile * kTileRows;
-            const int columns = d - tile * kTileRows;
-            F y = sum.starts_sum && begin == 0 ? f_zero() : load_some(sum.partial + at, columns);
-            for (int i = 0; i < count; ++i) {
-                const F term = load_some(sums + std::ptrdiff_t(i) * t * d + at, columns);
-                if (fours.at(begin + i).keeps) {
-                    store_some(sum.pending + at, term, columns);
-                } else {
-                    y = f_add(y, term);
-                }
+            const int added = keeps ? count - 1 : count;
+            F y[n];
+            for (int k = 0; k < n; ++k) {
+                y[k] = sum.starts_sum && begin == 0 ? f_zero() : load(sum.partial + at + k * kTileRows);
             }
-            store_some(sum.partial + at, y, columns);
+            for (int i = 0; i < added; ++i) {
+                for (int k = 0; k < n; ++k) y[k] = f_add(y[k], load(sums + i * apart + at + k * kTileRows));
+            }
+            for (int k = 0; k < n; ++k) {
+                if (keeps) store(sum.pending + at + k * kTileRows, load(sums + added * apart + at + k * kTileRows));
+                store(sum.partial + at + k * kTileRows, y[k]);
+            }
+        };
+        const auto load = [](const float* from) { return f_load(from); };
+        const auto store = [](float* to, F x) { f_store(to, x); };
+        int tile = lo;
+        for (; tile + kSideBySide <= hi && (tile + kSideBySide) * kTileRows <= d; tile += kSideBySide) {
+            fold.template operator()<kSideBySide>(tile, load, store);
+        }
+        for (; tile < hi; ++tile) {
+            const int columns = d - tile * kTileRows;
+            fold.template operator()<1>(
+                tile, [&](const float* from) { return load_some(from, columns); },
+                [&](float* to, F x) { store_some(to, x, columns); });
         }
     }
 }
@@ -92,7 +109,7 @@ bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
     float* sums = nullptr;
     for (; busy > 0 && sums == nullptr; busy = sums == nullptr ? busy / 2 : busy) {
         Scratch left = scratch;
-        if (!shape.down.by_row() && !Prepared::plan(shape.down, busy, t, op.exact, left, prepared)) continue;
+        if (!Prepared::plan(shape.down, busy, t, op.exact, left, prepared)) continue;
         wave = static_cast<int>(std::min(std::size_t(fours.count), left.nbytes / 64 * 64 / sum_bytes));
         if (wave >= busy) sums = take<float>(left, std::size_t(wave) * sum_bytes / sizeof(float));
     }
@@ -110,11 +127,7 @@ bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
             const int end = std::min(begin + wave, fours.count);
             for (; mine < end; mine = take_next()) {
                 float* const to = sums + std::ptrdiff_t(mine - begin) * t * d;
-                if (shape.down.by_row()) {
-                    sum_neurons(op, x, fours.at(mine), to);
-                } else {
-                    sum_four(weights, shape, x, prepared.rows, team.id(), fours.at(mine), op.sum.pending, to, zeros);
-                }
+                sum_four(weights, shape, x, prepared.rows, team.id(), fours.at(mine), op.sum.pending, to, zeros);
             }
             team.barrier();
             fold_fours(team, fours, begin, end - begin, sums, t, d);
@@ -239,8 +252,9 @@ bool ffn(Pool& pool, const FfnOp& op) {
         shape.by_records() ? 0 : bytes_of(shape.first()) * (shape.gate.rows > 0 && !shape.up.by_row() ? 2 : 1);
     const std::size_t bytes = in_tiles + down_bytes;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
+    const auto few = shape.down.by_row() ? neurons_few : ffn_few;
     const auto many = shape.down.by_row() ? neurons_many : ffn_many;
-    if (!(op.t <= kFewRows ? ffn_few : many)(pool, op, cost)) return false;
+    if (!(op.t <= kFewRows ? few : many)(pool, op, cost)) return false;
     // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
     const Fours fours(sum, shape, 0, op.weights.count, op.weights.count);
     if (sum.starts_sum && fours.count == 1 && sum.keeps) {

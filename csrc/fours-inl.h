@@ -72,6 +72,13 @@ struct Zeros {
         }
         return false;
     }
+    // to [count] |= which of a granule's neurons are active in one of the rows [0, end).
+    void join_active(int end, int count, std::uint8_t* to) const {
+        if (active == nullptr) std::fill_n(to, count, std::uint8_t{1});
+        for (int row = 0; active != nullptr && row < end; ++row) {
+            for (int i = 0; i < count; ++i) to[i] |= active[row * active_stride + i];
+        }
+    }
     // What counts of an activation. NaN is not below the level, so that damage stays visible.
     float counts(int row, int neuron, float value) const {
         return !is_active(row, neuron) || std::fabs(value) < level ? 0.0F : value;

@@ -5,6 +5,7 @@
 #include "kernels-inl.h"
 #include "fours-inl.h"
 #include "neuron-rows-inl.h"
+#include "neuron-dots-inl.h"
 #include "neuron-sums-inl.h"
 #include "neurons-few-inl.h"
 #include "neurons-many-inl.h"

@@ -23,6 +23,10 @@ inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std
 inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, int neuron) {
     return granule + m.offset + std::size_t(neuron) * m.row_stride;
 }
+// A neuron's bias, which lies at byte `at` of the granule with those of all its neurons (0: there are none).
+inline float bias_of(const std::uint8_t* granule, std::size_t at, int neuron) {
+    return at != 0 ? reinterpret_cast<const float*>(granule + at)[neuron] : 0.0F;
+}
 // Bytes of a granule's records, for `Pool::run`: as if all fired.
 inline std::size_t neuron_bytes(const FfnShape& shape) {
     const std::size_t rows = (shape.gate.rows > 0 ? 2 : 1) + (shape.by_records() ? 1 : 0);
@@ -86,71 +90,17 @@ void by_kind(const Matrix& m, const Run& run) {
     }
 }
 
-// Calls each(column) for every 32nd column of [lo, hi), and enter(g) before the first column of a group.
+// Calls each(column) for every 32nd column of [lo, hi), and enter(g) before the first column of a group. Groups are
+// counted: with a division for each, a row of int4 in groups of 64 took two thirds longer.
 template <Kind kind, class Enter, class Each>
 [[gnu::always_inline]] inline void walk(const Matrix& m, int lo, int hi, const Enter& enter, const Each& each) {
+    if (lo >= hi) return;
     const int group = NeuronRow<kind>::kScaled ? m.group : up_to(m.cols, kLineColumns);
-    for (int c = lo; c < hi;) {
-        enter(c / group);
-        for (const int end = std::min(hi, (c / group + 1) * group); c < end; c += kLineColumns) each(c);
+    int g = lo / group;
+    for (int c = lo; c < hi; ++g) {
+        enter(g);
+        for (const int end = std::min(hi, (g + 1) * group); c < end; c += kLineColumns) each(c);
     }
-}
-
-// y [n] = x[i] [D] · a neuron's row, for n rows of activations.
-template <Kind kind, int n>
-void dot_row(const Matrix& m, const std::uint8_t* at, const float* const* x, float* y) {
-    NeuronRow<kind> row(m, at);
-    F even[n], odd[n];
-    for (int i = 0; i < n; ++i) even[i] = odd[i] = f_zero();
-    const int whole = m.cols / kLineColumns * kLineColumns;
-    const auto enter = [&](int g) { row.group(g); };
-    walk<kind>(m, 0, whole, enter, [&](int c) {
-        F low, high;
-        row.two(c, low, high);
-        for (int i = 0; i < n; ++i) {
-            even[i] = f_fma(low, f_load(x[i] + c), even[i]);
-            odd[i] = f_fma(high, f_load(x[i] + c + 16), odd[i]);
-        }
-    });
-    walk<kind>(m, whole, m.cols, enter, [&](int c) {
-        F low, high;
-        row.two(c, low, high);
-        const int left = m.cols - c;
-        for (int i = 0; i < n; ++i) {
-            even[i] = f_fma(low, load_some(x[i] + c, left), even[i]);
-            if (left > 16) odd[i] = f_fma(high, load_some(x[i] + c + 16, left - 16), odd[i]);
-        }
-    });
-    for (int i = 0; i < n; ++i) y[i] = f_sum(f_add(even[i], odd[i]));
-}
-
-// Calls to(i, x[i] · a neuron's row of m, plus its bias) for `count` rows of activations. `bias_at`: the byte of
-// `biased`, the granule with biases, where m's begin (0: none).
-template <Kind kind, class To>
-void dot_rows(const Matrix& m, std::size_t bias_at, const std::uint8_t* granule, const std::uint8_t* biased, int neuron,
-              const float* const* x, int count, const To& to) {
-    const std::uint8_t* const row = row_at(m, granule, neuron);
-    const float bias = bias_at != 0 ? reinterpret_cast<const float*>(biased + bias_at)[neuron] : 0.0F;
-    float y[4];
-    for (int i = 0; i < count;) {
-        int n = 1;
-        if (count - i >= 4) {
-            dot_row<kind, 4>(m, row, x + i, y), n = 4;
-        } else if (count - i >= 2) {
-            dot_row<kind, 2>(m, row, x + i, y), n = 2;
-        } else {
-            dot_row<kind, 1>(m, row, x + i, y);
-        }
-        for (int j = 0; j < n; ++j) to(i + j, y[j] + bias);
-        i += n;
-    }
-}
-
-// values [count] *= x[i] · a neuron's row of `up`, plus its bias.
-template <Kind kind>
-void times_up(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* biased, int neuron,
-              const float* const* x, int count, float* values) {
-    dot_rows<kind>(shape.up, shape.up_bias, granule, biased, neuron, x, count, [&](int i, float y) { values[i] *= y; });
 }
 
 // sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.
@@ -166,47 +116,51 @@ template <int k>
     if (count > 16) store_some(sum + 16, b, count - 16);
 }
 
-// to [t, D] += Σ k neurons: value · row. `values` [k]: of each neuron, its value in each of the t rows. `one`: t is 1.
-// While rows are used, kFetchedBytes are fetched: further on in these rows, then of the rows `next` [k].
+// to [t, hi - lo] += Σ k neurons: value · columns [lo, hi) of their rows. `values` [k]: of each neuron, its value in
+// each of the t rows. `one`: t is 1. `lo`: a multiple of 512. While rows are used, kFetchedBytes are fetched: further
+// on in these rows, then of the rows `next` [k].
 template <Kind kind, int k, bool one>
-void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, float* to,
-              const std::uint8_t* const* next) {
+void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, int lo, int hi,
+              float* to, const std::uint8_t* const* next) {
     const auto readers = [&]<std::size_t... i>(std::index_sequence<i...>) {
         return std::array<NeuronRow<kind>, k>{NeuronRow<kind>(m, at[i])...};
     };
     auto rows = readers(std::make_index_sequence<k>());
     F first[k];
     for (int i = 0; i < k; ++i) first[i] = f_set(values[i][0]);
-    const int whole = m.cols / kLineColumns * kLineColumns;
+    const int whole = hi < m.cols ? hi : m.cols / kLineColumns * kLineColumns;
+    const std::ptrdiff_t apart = hi - lo;
     const auto enter = [&](int g) {
         for (std::size_t i = 0; i < k; ++i) rows[i].group(g);
     };
     constexpr std::size_t kStep = NeuronRow<kind>::kStep;
-    const std::size_t near = std::min(kFetchedBytes / k, m.codes_bytes());
+    const std::size_t from = std::size_t(lo) / kLineColumns * kStep;
+    const std::size_t end = (std::size_t(hi) + kLineColumns - 1) / kLineColumns * kStep;
+    const std::size_t near = std::min(kFetchedBytes / k, end - from);
     for (int i = 0; i < k; ++i) prefetch_run(next[i] + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
-    walk<kind>(m, 0, whole, enter, [&](int c) {
+    walk<kind>(m, lo, whole, enter, [&](int c) {
         const std::size_t at_byte = std::size_t(c) / kLineColumns * kStep, later = at_byte + near;
         if (kStep >= 64 || at_byte % 64 == 0) {
             for (int i = 0; i < k; ++i) {
-                const std::uint8_t* const p =
-                    later < m.codes_bytes() ? at[i] + later : next[i] + (later - m.codes_bytes());
+                const std::uint8_t* const p = later < end ? at[i] + later : next[i] + from + (later - end);
                 __builtin_prefetch(p);
                 if constexpr (kStep > 64) __builtin_prefetch(p + 64);
             }
         }
         if constexpr (one) {
-            F a = f_load(to + c), b = f_load(to + c + 16);
+            float* const sum = to + (c - lo);
+            F a = f_load(sum), b = f_load(sum + 16);
             for (int i = 0; i < k; ++i) {
                 F low, high;
                 rows[std::size_t(i)].two(c, low, high);
                 a = f_fma(first[i], low, a), b = f_fma(first[i], high, b);
             }
-            f_store(to + c, a), f_store(to + c + 16, b);
+            f_store(sum, a), f_store(sum + 16, b);
         } else {
             F low[k], high[k];
             for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
             for (int row = 0; row < t; ++row) {
-                float* const sum = to + std::ptrdiff_t(row) * m.cols + c;
+                float* const sum = to + row * apart + (c - lo);
                 F a = f_load(sum), b = f_load(sum + 16);
                 for (int i = 0; i < k; ++i) {
                     const F value = f_set(values[i][row]);
@@ -216,11 +170,11 @@ void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const
             }
         }
     });
-    walk<kind>(m, whole, m.cols, enter, [&](int c) {
+    walk<kind>(m, whole, hi, enter, [&](int c) {
         F low[k], high[k];
         for (int i = 0; i < k; ++i) rows[std::size_t(i)].two(c, low[i], high[i]);
         for (int row = 0; row < t; ++row) {
-            add_last<k>(low, high, values, row, m.cols - c, to + std::ptrdiff_t(row) * m.cols + c);
+            add_last<k>(low, high, values, row, hi - c, to + row * apart + (c - lo));
         }
     });
 }

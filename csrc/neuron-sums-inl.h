@@ -1,5 +1,5 @@
 // Sums of the neurons of a granule whose rows lie in int4: `to` += Σ value · row, by integer products. Included after
-// neuron-rows-inl.h.
+// neuron-dots-inl.h.
 //
 // A row has a scale and a minimum for each group of columns, so its number q stands for q · scale + minimum. What
 // multiplies q, value · scale, is rounded to int8 as activations of dense products are: of each group of columns and
@@ -12,6 +12,8 @@
 // memory meanwhile. All of a granule's neurons side by side, 64 bytes of each at a time, came in at a third of the
 // speed: 17 GB/s of 50 (Zen 4, two threads), and eight with the next eight fetched into the second cache at 25 to 31.
 #pragma once
+
+#include <bit>
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -102,10 +104,13 @@ struct Window {
     Window(const Matrix& matrix, const Some& wanted, int lo, int hi)
         : m(matrix), some(wanted), from(lo), end(hi), first_group(lo / matrix.group / kGroupLanes * kGroupLanes) {
         const int lines = m.group / kLineColumns, groups = m.groups() - first_group;
-        const int count = (end - from + kQuadColumns - 1) / kQuadColumns * kQuadLines;
-        int g = from / m.group - first_group;
-        for (int i = 0, left = lines - from / kLineColumns % lines; i < count; ++g, left = lines) {
-            for (; left > 0 && i < count; --left) group[i++] = std::min(g, groups - 1);  // a last line may be missing
+        const int count = (end - from + kQuadColumns - 1) / kQuadColumns * kQuadLines, first = from / kLineColumns;
+        // A last line may be missing.
+        if (std::has_single_bit(unsigned(lines))) {  // a shift, and no division
+            const int bits = std::countr_zero(unsigned(lines));
+            for (int i = 0; i < count; ++i) group[i] = std::min(((first + i) >> bits) - first_group, groups - 1);
+        } else {
+            for (int i = 0; i < count; ++i) group[i] = std::min((first + i) / lines - first_group, groups - 1);
         }
         for (int at = 0; at <= group[count - 1]; at += kGroupLanes) {
             const std::size_t scales = m.codes_bytes() + 2 * std::size_t(first_group + at);
@@ -119,12 +124,13 @@ struct Window {
     // Adds the products of 4 · quads rows from row i on (quads == 0: of all rows) to the sums held of them (`begins`:
     // there are none), and `ends`: the sums to `to`.
     template <int quads>
-    void add(int i, bool begins, bool ends, float* const* to, const Later& later) {
+    void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
         const std::size_t codes_bytes = m.codes_bytes();
         const int* line = group;
         for (int c = from, step = 0; c < end; c += kQuadColumns, ++step, line += kQuadLines) {
             const std::size_t byte = std::size_t(c) / 2;
             if (byte % kFetched == 0) later.fetch(byte);
+            if (fetches != nullptr) fetches->step();
             const int chunk = line[0] / kGroupLanes;
             int lane[kQuadLines];
             for (int j = 0; j < kQuadLines; ++j) lane[j] = line[j] % kGroupLanes;
@@ -182,34 +188,36 @@ struct Window {
 };
 
 // to[i] [at least hi - lo] += Σ some neurons, for the columns [lo, hi) of m and `rows` rows of activations. `lo`: a
-// multiple of kSumColumns. `by_eights`: neurons come from beyond the caches, so they are read eight at a time. Then
-// `ahead` are the rows that are read afterwards.
+// multiple of kSumColumns. `by_eights`: neurons come from beyond the caches, so they are read eight at a time.
+// `fetches`: what is fetched meanwhile (null: nothing).
 template <int rows>
 void add_some(const Matrix& m, Some& some, int lo, int hi, float* const* to, bool by_eights,
-              const std::uint8_t* const* ahead, int ahead_count) {
+              Fetches* fetches = nullptr) {
     if (some.count == 0) return;
     const int wanted = some.count;
     some.complete();
+    const bool at_once = !by_eights || some.count <= 4;
+    const int passes = at_once ? 1 : (some.count + kTogether - 1) / kTogether;
+    if (fetches != nullptr) fetches->pace(passes * ((hi - lo + kQuadColumns - 1) / kQuadColumns));
     for (int from = lo; from < hi; from += kWindow) {
         const int end = std::min(hi, from + kWindow);
         Window<rows> window(m, some, from, end);
         const auto later_of = [&](int i) {
             Later later;
-            for (int k = std::min(i + kTogether, wanted); k < wanted + ahead_count && later.count < kTogether; ++k) {
-                later.row[later.count++] = k < wanted ? some.row[k] : ahead[k - wanted];
-            }
+            for (int k = i + kTogether; k < wanted && later.count < kTogether; ++k)
+                later.row[later.count++] = some.row[k];
             return later;
         };
         float* sums[rows];
         for (int row = 0; row < rows; ++row) sums[row] = to[row] + (from - lo);
-        if (!by_eights || some.count <= 4) {
-            window.template add<0>(0, true, true, sums, later_of(0));
+        if (at_once) {
+            window.template add<0>(0, true, true, sums, later_of(0), fetches);
             continue;
         }
         for (int i = 0; i < some.count; i += kTogether) {
             const bool ends = i + kTogether >= some.count;
-            some.count - i > 4 ? window.template add<2>(i, i == 0, ends, sums, later_of(i))
-                               : window.template add<1>(i, i == 0, ends, sums, later_of(i));
+            some.count - i > 4 ? window.template add<2>(i, i == 0, ends, sums, later_of(i), fetches)
+                               : window.template add<1>(i, i == 0, ends, sums, later_of(i), fetches);
         }
     }
 }

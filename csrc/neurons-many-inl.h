@@ -26,6 +26,7 @@ struct Values {
 void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* h, int from, int end,
                const Zeros& zeros, float* out) {
     const Matrix& first = shape.first();
+    Fetches fetches;
     by_kind(first, [&]<Kind kind>() {
         for (int i = 0; i < shape.up.rows; ++i) {
             const float* rows[kHiddenRows];
@@ -35,8 +36,10 @@ void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* 
                 if (!zeros.is_active(row, i)) continue;
                 rows[count] = h + std::ptrdiff_t(row) * shape.width(), at[count++] = row - from;
             }
-            dot_rows<kind>(first, shape.first_bias(), granule, granule, i, rows, count,
-                           [&](int j, float y) { out[at[j] * kGranuleRows + i] = y; });
+            const std::uint8_t* const weights = row_at(first, granule, i);
+            const float bias = bias_of(granule, shape.first_bias(), i);
+            dot_rows<kind, 1>(first, &weights, rows, count, fetches,
+                              [&](int, int j, float y) { out[at[j] * kGranuleRows + i] = y + bias; });
         }
     });
     for (int row = from; row < end; ++row) {
@@ -72,6 +75,7 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
         }
     }
     if (shape.gate.rows == 0) return;
+    Fetches fetches;
     by_kind(shape.up, [&]<Kind kind>() {
         for (int i = 0; i < shape.up.rows; ++i) {
             for (int from = 0; from < to.count[i]; from += kFewRows) {
@@ -79,7 +83,10 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
                 const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
                 const float* rows[kFewRows];
                 for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
-                times_up<kind>(shape, granule, granule, i, rows, n, to.value + at);
+                const std::uint8_t* const up = row_at(shape.up, granule, i);
+                const float bias = bias_of(granule, shape.up_bias, i);
+                dot_rows<kind, 1>(shape.up, &up, rows, n, fetches,
+                                  [&](int, int j, float y) { to.value[at + j] *= y + bias; });
             }
         }
     });
@@ -130,8 +137,8 @@ void add_codes(const FfnOp& op, int g, const Values& from, int column, int colum
         const bool two = row + 1 < count;
         float* const to = sum + std::ptrdiff_t(row) * kSumColumns;
         float* const sums[kPair] = {to, two ? to + kSumColumns : to};
-        two ? add_some<2>(down, some, column, column + columns, sums, false, nullptr, 0)
-            : add_some<1>(down, some, column, column + columns, sums, false, nullptr, 0);
+        two ? add_some<2>(down, some, column, column + columns, sums, false)
+            : add_some<1>(down, some, column, column + columns, sums, false);
     }
 }
 
