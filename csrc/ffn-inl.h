@@ -53,46 +53,6 @@ void sum_four(const Granules& weights, const FfnShape& shape, const Rows& x, con
     if (before != to) begin_sum(before, std::size_t(x.count) * std::size_t(down.rows), to);
 }
 
-// Adds the sums [count, T, D] of fours [begin, begin + count) to partial, one after the other, for this thread's
-// columns. The sum of a four that is not complete goes to `pending`.
-void fold_fours(const Team& team, const Fours& fours, int begin, int count, const float* sums, int t, int d) {
-    const FfnSum& sum = fours.sum;
-    const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
-    const bool keeps = fours.at(begin + count - 1).keeps;  // no other four reaches beyond the call's granules
-    const std::ptrdiff_t apart = std::ptrdiff_t(t) * d;
-    // Tiles. Sums of fours lie in few sets of a cache, so lines next to each other are read together.
-    constexpr int kSideBySide = 4;
-    for (int row = 0; row < t; ++row) {
-        const auto fold = [&]<int n>(int tile, const auto& load, const auto& store) {
-            const std::ptrdiff_t at = std::ptrdiff_t(row) * d + tile * kTileRows;
-            const int added = keeps ? count - 1 : count;
-            F y[n];
-            for (int k = 0; k < n; ++k) {
-                y[k] = sum.starts_sum && begin == 0 ? f_zero() : load(sum.partial + at + k * kTileRows);
-            }
-            for (int i = 0; i < added; ++i) {
-                for (int k = 0; k < n; ++k) y[k] = f_add(y[k], load(sums + i * apart + at + k * kTileRows));
-            }
-            for (int k = 0; k < n; ++k) {
-                if (keeps) store(sum.pending + at + k * kTileRows, load(sums + added * apart + at + k * kTileRows));
-                store(sum.partial + at + k * kTileRows, y[k]);
-            }
-        };
-        const auto load = [](const float* from) { return f_load(from); };
-        const auto store = [](float* to, F x) { f_store(to, x); };
-        int tile = lo;
-        for (; tile + kSideBySide <= hi && (tile + kSideBySide) * kTileRows <= d; tile += kSideBySide) {
-            fold.template operator()<kSideBySide>(tile, load, store);
-        }
-        for (; tile < hi; ++tile) {
-            const int columns = d - tile * kTileRows;
-            fold.template operator()<1>(
-                tile, [&](const float* from) { return load_some(from, columns); },
-                [&](float* to, F x) { store_some(to, x, columns); });
-        }
-    }
-}
-
 bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
     const FfnShape& shape = op.shape;
     const Granules& weights = op.weights;

@@ -7,6 +7,7 @@
 #include "neuron-rows-inl.h"
 #include "neuron-dots-inl.h"
 #include "neuron-sums-inl.h"
+#include "neurons-listed-inl.h"
 #include "neurons-few-inl.h"
 #include "neurons-many-inl.h"
 #include "ffn-inl.h"
