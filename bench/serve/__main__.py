@@ -4,8 +4,8 @@
             streams with all weights in memory, in turns. Contexts of 256 tokens.
 `resident`  8 streams with all weights in memory, beside llama.cpp with 8 sequences where llama-cpp-python is installed.
 `http`      what HTTP costs: 8 streams of the server beside the same in one process without it.
-`prompt`    a prompt of 512 tokens that joins eight streams: their 95th percentile of gaps beside that without it, and
-            its first token beside its time alone.
+`prompt`    prompts of 512 tokens that join eight streams, one after the other: the 95th percentile of their gaps beside
+            that without a prompt, and its first token beside its time alone (`bench.serve.joins`).
 `prefix`    turn 20 of a chat with a prefix of 2,000 tokens: its first token beside the time of its new tokens alone,
             beside the model's own pass, and after a restart (`bench.serve.turns`).
 `load`      requests that arrive by chance at three rates: waits for a sequence, first token and tokens/s beside those
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (11 GB); default a temporary folder")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--joins", type=int, default=3, help="prompts that join in each round of `prompt`")
     parser.add_argument("--limit-gb", type=float, default=LIMIT_GB)
     parser.add_argument(
         "--minutes", type=float, default=12.0, help="of load; soak takes 10, or these if they are fewer"
@@ -82,7 +83,7 @@ def main() -> None:
             "streams": lambda: streams(bench, wanted.rounds),
             "resident": lambda: resident(bench, wanted.rounds, "llamacpp" not in without),
             "http": lambda: http(bench, wanted.rounds),
-            "prompt": lambda: prompt(bench, wanted.rounds),
+            "prompt": lambda: prompt(bench, wanted.rounds, wanted.joins),
             "prefix": lambda: prefix(bench, wanted.rounds),
             "load": lambda: load(bench, wanted.minutes),
             "soak": lambda: soak(bench, min(10.0, wanted.minutes)),

@@ -68,6 +68,14 @@ def fitted(text: str, columns: int | None = None) -> str:
     return "\n".join(found)
 
 
+def fits(text: str, columns: int | None = None) -> bool:
+    """Whether the tables of a text have room beside each other in the columns that `fitted` goes by."""
+    if columns is None and not (columns := stdout_columns()):
+        return True
+    tables = (list(rows) for count, rows in groupby(text.split("\n"), lambda line: len(_cells(line))) if count > 1)
+    return all(max(map(len, _narrowed(rows))) <= max(_LEAST_COLUMNS, columns) for rows in tables)
+
+
 def stdout_columns() -> int:
     """Of the terminal that stdout is; 0 where it is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0

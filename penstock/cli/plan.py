@@ -26,7 +26,7 @@ from penstock.cli.options import (
     read_text,
     where,
 )
-from penstock.cli.output import fitted, note, print_json, progress
+from penstock.cli.output import fits, fitted, note, print_json, progress
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
@@ -192,9 +192,10 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
 
         print(fitted("\n".join(f"· {line}" for line in rates.why(lately, solved, settle_context(ask, spec)))))
     if how.compare:
-        from penstock.planner.compare import comparison
+        from penstock.planner.compare import comparison, listed
 
-        print(fitted(f"\n{comparison(solved)}"))
+        table = comparison(solved)
+        print(fitted(f"\n{table if fits(table) else listed(solved)}"))
     if points:
         print(fitted(f"\n{frontier.table(points)}"))
 

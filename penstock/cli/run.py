@@ -272,7 +272,7 @@ def _print_report(
 
 
 def read_prompt(prompt: str | None) -> str:
-    """PROMPT, or all of standard input without its last newline. Raises BadRequest where that is too long or not
+    """PROMPT, or all of standard input without its last newline. Raises BadRequest where that is empty, too long or not
     UTF-8."""
     if prompt is not None:
         return prompt
@@ -284,7 +284,9 @@ def read_prompt(prompt: str | None) -> str:
         raise BadRequest("the prompt on standard input is not UTF-8 text") from None
     if len(text) > MAX_TEXT_BYTES:
         raise BadRequest(f"the prompt on standard input does not end within {format_bytes(MAX_TEXT_BYTES)}")
-    return text.removesuffix("\n")
+    if not (text := text.removesuffix("\n")):
+        raise BadRequest("there is no prompt: standard input is empty, and PROMPT or --prompt-file would give one")
+    return text
 
 
 def _encoded(tokenizer: Tokenizer, text: str, raw: bool, system: str | None) -> ChatPrompt:

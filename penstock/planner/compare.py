@@ -42,11 +42,31 @@ def comparison(solved: Solved) -> str:
         sizes = "".join(f"{format_bytes(nbytes[tier]) if nbytes.get(tier) else '–':>12}" for tier in tiers)
         speed = f"{rate(p.decode_tokens_per_s):>10}{format_seconds(p.ttft_s):>13}"
         lines.append(f"{name:{width}}{speed}{sizes}  {lane_name(p.bound_by)} {p.lane_share[p.bound_by]:.0%}")
-        if each.candidate.cannot_run:
-            lines.append(f"  planned only: {each.candidate.cannot_run}")
-        if each.candidate.lossy:
-            lines.append(f"  lossy, so not chosen by itself: {each.candidate.lossy}")
+        lines += _remarks(each.candidate)
     return "\n".join(lines)
+
+
+def listed(solved: Solved) -> str:
+    """What `comparison` shows, for a terminal that the table has no room in: some lines for each plan, each figure with
+    its name. Lines of a broken table cannot be told apart."""
+    lines = ["compared, the chosen first:"]
+    for name, each in zip(_names([c.candidate for c in solved.compared]), solved.compared, strict=True):
+        p, used = each.prediction, bytes_per_tier(each.candidate.plan)
+        sizes = [f"{tier_name(tier)} {format_bytes(used[tier])}" for tier in sorted(used, key=nearness) if used[tier]]
+        lines += [
+            name,
+            f"  {rate(p.decode_tokens_per_s)} tokens/s, first token {format_seconds(p.ttft_s)},"
+            f" bound by {lane_name(p.bound_by)} {p.lane_share[p.bound_by]:.0%}",
+            f"  {', '.join(sizes)}",
+            *_remarks(each.candidate),
+        ]
+    return "\n".join(lines)
+
+
+def _remarks(candidate: Candidate) -> list[str]:
+    """Lines that say why a plan cannot run, and why it is not chosen by itself."""
+    remarks = [f"  planned only: {candidate.cannot_run}"] if candidate.cannot_run else []
+    return remarks + ([f"  lossy, so not chosen by itself: {candidate.lossy}"] if candidate.lossy else [])
 
 
 def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,13 @@ def test_a_file_is_a_prompt(run: Any, tmp_path: Path) -> None:
     assert both.code == 2 and "one or the other" in both.report["error"]["message"]
     gone = run("--prompt-file", tmp_path / "gone.txt")
     assert gone.code == 2 and "gone.txt cannot be read" in gone.report["error"]["message"]
+
+
+@pytest.mark.parametrize("given", ["", "\n"])
+def test_an_empty_standard_input_is_no_prompt(given: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    found = run()
+    assert found.code == 2 and "there is no prompt: standard input is empty" in found.report["error"]["message"]
 
 
 def test_until_the_end_of_the_context(run: Any) -> None:

@@ -8,9 +8,10 @@ from itertools import combinations
 
 import pytest
 
+from penstock.cli.output import fits, fitted
 from penstock.planner.bound import score_s
 from penstock.planner.candidate import Compared, distinct
-from penstock.planner.compare import bytes_per_tier, comparison, to_json
+from penstock.planner.compare import bytes_per_tier, comparison, listed, to_json
 from penstock.planner.explain import rate
 from penstock.planner.homes import weights_bytes
 from penstock.planner.shorten import quick
@@ -50,6 +51,17 @@ def test_a_line_for_each_the_chosen_one_first() -> None:
     assert lines[0].startswith(solved.strategy)
     assert len({len(line.split("  the ")[0]) for line in lines}) == 1  # columns are straight
     assert max(map(len, lines)) <= 140
+
+
+def test_a_narrow_terminal_has_each_figure_with_its_name() -> None:
+    solved = beside_a_device()
+    assert fits(comparison(solved), 140) and not fits(comparison(solved), 50)
+    shown = fitted(listed(solved), 50).splitlines()
+    assert max(map(len, shown)) <= 50
+    told = " ".join(" ".join(shown).split())
+    for each in solved.compared:
+        assert f"{rate(each.prediction.decode_tokens_per_s)} tokens/s, first token" in told
+    assert sum(line.strip().endswith("MiB") or "GiB" in line for line in shown) >= len(solved.compared)
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
