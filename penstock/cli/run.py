@@ -285,7 +285,7 @@ def read_prompt(prompt: str | None) -> str:
     if len(text) > MAX_TEXT_BYTES:
         raise BadRequest(f"the prompt on standard input does not end within {format_bytes(MAX_TEXT_BYTES)}")
     if not (text := text.removesuffix("\n")):
-        raise BadRequest("there is no prompt: standard input is empty, and PROMPT or --prompt-file would give one")
+        raise BadRequest("the prompt is empty: standard input has none, and PROMPT or --prompt-file would give one")
     return text
 
 

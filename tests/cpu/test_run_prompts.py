@@ -51,7 +51,7 @@ def test_a_file_is_a_prompt(run: Any, tmp_path: Path) -> None:
 def test_an_empty_standard_input_is_no_prompt(given: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     found = run()
-    assert found.code == 2 and "there is no prompt: standard input is empty" in found.report["error"]["message"]
+    assert found.code == 2 and "the prompt is empty: standard input has none" in found.report["error"]["message"]
 
 
 def test_until_the_end_of_the_context(run: Any) -> None:
