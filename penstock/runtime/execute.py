@@ -349,7 +349,8 @@ class _Lane:
         """Ends the lane's thread, and waits for everything that was begun."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            with suppress(RuntimeError):  # Ctrl-C came while it was being started: then it has no task
+                self._thread.join()
         for handed in self.handed:
             with suppress(BaseException):
                 handed.settle()
