@@ -3,6 +3,7 @@
 //
 // A sum for each four, which threads then added up, was a MiB of an FFN of 16,384 neurons and a row. It went from one
 // core's cache to the other's and back, for 3 MB of records that are read.
+// One row whose activation is in tiles is the exception: `row_by_fours`.
 #pragma once
 
 #include <algorithm>
