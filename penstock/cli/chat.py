@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.interrupts import taken
 from penstock.cli.options import as_path, file_to_write
 from penstock.cli.output import fitted, note, speed_parts
 from penstock.cli.streaming import NO_TEMPLATE, print_stream, promise, tell_speed
@@ -106,7 +107,8 @@ class Chat:
             generation = print_stream(
                 engine, asked.ids, params, reading=asked.reading(params), thoughts=self._thoughts, heard=heard
             )
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            taken(interrupt)
             print(flush=True)
             note("the answer was ended; Ctrl-C once more, or /bye, ends the chat")
             self.messages.append({"role": "assistant", "content": "".join(heard)})
@@ -296,9 +298,10 @@ def _lines(ask: Callable[[str], str], typed: Callable[[], str] = str) -> Iterato
     while True:
         try:
             line = ask("> ")
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if not typed():
                 raise
+            taken(interrupt)
             print(flush=True)
             continue
         except EOFError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from penstock.cli.interrupts import Interrupts
 from penstock.elsewhere import why_not
 
 
@@ -12,9 +13,11 @@ def main() -> int:
     if (why := why_not(sys.platform)) is not None:
         print(f"penstock: {why}", file=sys.stderr)
         return 2
-    try:
-        from penstock.cli.main import main as run
-    except KeyboardInterrupt:
-        print("penstock: stopped", file=sys.stderr)
-        return 130
-    return run()
+    with Interrupts() as interrupts:
+        try:
+            from penstock.cli.main import main as run
+
+            return run(interrupts=interrupts)
+        except KeyboardInterrupt:
+            print("penstock: stopped", file=sys.stderr)
+            return 130

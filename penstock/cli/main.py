@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ import typer
 
 import penstock
 from penstock.cli.conversions import let_through
+from penstock.cli.interrupts import Interrupts
 from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
@@ -85,9 +87,22 @@ def _penstock(
     """Runs language models that are bigger than your memory, and tells the speed before it loads a byte."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
+    """Runs one command and returns its exit code. `interrupts`: within which this is called, None for a context of its
+    own."""
+    with Interrupts() if interrupts is None else nullcontext(interrupts) as entered:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv), entered)
+            if entered.asked:  # however this came to an end, it was to be stopped
+                raise KeyboardInterrupt
+            return code
+        except KeyboardInterrupt:
+            note("stopped")
+            return 130
+
+
+def _run(args: list[str], interrupts: Interrupts) -> int:
+    """Runs one command and returns its exit code. Raises KeyboardInterrupt."""
     wants_json = "--json" in args[: args.index("--")] if "--" in args else "--json" in args
     _mend_streams()
     # Warnings are one line each, as our own notes. The place that they come from does not help the user.
@@ -99,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             raise
         except Exception as error:
+            if interrupts.asked:  # it is what the interrupt left behind
+                raise KeyboardInterrupt from error
             failure, lines = _explain(error)
             code = failure.exit_code
             say("\n".join(lines))
@@ -106,9 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print_json({"error": failure.to_json()})
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        note("stopped")
-        return 130
     except BrokenPipeError:
         # The reader of our output has seen enough, as `head` has. Without this Python would complain when it flushes at
         # exit.

@@ -123,12 +123,13 @@ class Session:
     def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack) -> None:
         """Opens the files of weights, allocates the arenas, and makes the file of KV on a disk."""
         plan, device = self.plan, self.device
-        self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
-        opened.callback(self.reader.close)
         if device is not None:
             opened.callback(device.close)
         self._arenas = Arenas(plan, device.allocate if device is not None else None, ahead=True)
         opened.callback(self._arenas.close)
+        # After the arenas, so that it is closed before them: Ctrl-C may leave a load under way that no task knows of.
+        self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
+        opened.callback(self.reader.close)
         self.kv_file: KvFile | None = None
         if kv_bytes := plan.tier_bytes().get(DISK.tier, 0):
             self.kv_file = KvFile(kv_folder or packed.folder, kv_bytes, plan.io_block_bytes, plan.io_engine)

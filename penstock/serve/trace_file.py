@@ -52,7 +52,7 @@ class TraceFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        whole = kind is None or (kind is KeyboardInterrupt and self._passes > 0)
+        whole = kind is None or (issubclass(kind, KeyboardInterrupt) and self._passes > 0)
         with self._output:
             if whole:
                 self._write(f'\n],"otherData":{json.dumps(self._trace.summary())}}}\n')
