@@ -174,6 +174,7 @@ def _load(
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)
         how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "queue": queue, "times": times}
+        how["follows"] = True
         reasons: tuple[str, ...] = ()
         if kept is not None:
             how["store"] = kept.store(engine, machine.exact)

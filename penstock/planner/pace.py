@@ -68,8 +68,7 @@ def pace(plan: Plan, machine: MachineSpec) -> Pace:
 def _way(plan: Plan, machine: MachineSpec, speaking: int, gap_s: float, purpose: str) -> tuple[int, float, str]:
     """(the most rows of prompts in a pass of this purpose, its seconds, the purpose)."""
     rows, mixed_s = 1, pass_s(plan, machine, speaking, 1, purpose)
-    room = max(plan.chunk_rows, plan.batch_seqs) - plan.batch_seqs + 1
-    most = room  # the most that may still do
+    most = room_for_prompts(plan)  # the most that may still do
     while rows < most:
         more = min(2 * rows, most)
         longer_s = pass_s(plan, machine, speaking, more, purpose)
@@ -87,3 +86,8 @@ def _way(plan: Plan, machine: MachineSpec, speaking: int, gap_s: float, purpose:
         else:
             rows, mixed_s = between, longer_s
     return rows, mixed_s, purpose
+
+
+def room_for_prompts(plan: Plan) -> int:
+    """The most rows of one prompt in a pass in which all other sequences of its batch have a row."""
+    return max(plan.chunk_rows, plan.batch_seqs) - plan.batch_seqs + 1

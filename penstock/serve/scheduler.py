@@ -64,7 +64,8 @@ class Scheduler:
         self, plan: Plan, prompt_rows: int, queue: int, ids: Callable[[int, int, int], Ids],
         stored: Callable[[bytes], bool] = lambda _: False, swaps: bool = False, mixed: str = passes.MIXED,
     ) -> None:  # fmt: skip
-        self._plan, self._prompt_rows, self._queue, self._ids = plan, max(1, prompt_rows), queue, ids
+        self._plan, self._queue, self._ids = plan, queue, ids
+        self.prompt_rows = max(1, prompt_rows)  # may be changed between two passes, as `planner.measured_pace` says
         self._mixed = mixed
         layout = Layout(plan)
         self._group, self._most_pages = layout.kv.page_group, layout.kv.pages_per_seq // layout.kv.page_group
@@ -203,7 +204,7 @@ class Scheduler:
         if not any(request.reads and (request.table is not None or free) for request in requests):
             return passes.DECODE
         if any(request.table is not None and not request.reads for request in requests):
-            few = self._plan.batch_seqs - 1 + self._prompt_rows <= self._plan.asking_rows
+            few = self._plan.batch_seqs - 1 + self.prompt_rows <= self._plan.asking_rows
             return Stream(self._mixed, True, few)
         size, most, logits = self._plan.batch_seqs, max(self._plan.chunk_rows, self._plan.batch_seqs), False
         room = [most] * self._plan.batches_per_pass
@@ -256,7 +257,7 @@ class Scheduler:
         for each in speaking:
             room[each.seq // size] -= 1
             logits[each.seq // size] -= 1
-        left = self._prompt_rows if speaking else sum(room)
+        left = self.prompt_rows if speaking else sum(room)
         rows: list[Rows] = []
         spoke = {each.request for each in speaking}
         admits, coming = True, set[bytes]()  # digests of pages that are being read

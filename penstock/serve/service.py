@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.errors import BadRequest
 from penstock.graph.passes import MIXED
+from penstock.planner.measured_pace import MeasuredPace
 from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
 from penstock.serve.counts import Counts, Tally
@@ -45,8 +46,9 @@ class Service:
     `prompt_rows`: the most rows of prompts in a pass beside rows of answers, and `mixed`: the purpose of such a pass.
     `queue`: the most requests that wait. `store`: where pages are kept while nobody asks, and at the end; prompts go on
     from them. `swaps`: pages are also kept there before they are given to another request. `times`: of the plan's
-    passes, if they were asked before. `threaded`: without it `generate` takes the passes in its caller's thread, and
-    nobody else may ask. `on_pass`: is called with each pass after its tokens were handed out."""
+    passes, if they were asked before. `follows`: what passes take corrects the rows of prompts (`MeasuredPace`).
+    `threaded`: without it `generate` takes the passes in its caller's thread, and nobody else may ask. `on_pass`: is
+    called with each pass after its tokens were handed out."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Service:
         swaps: bool = False,
         times: PassTimes | None = None,
         mixed: str = MIXED,
+        follows: bool = False,
         threaded: bool = True,
         on_pass: Callable[[Step], None] | None = None,
     ) -> None:
@@ -75,6 +78,7 @@ class Service:
         self._free_s = 0.0  # when the thread had told of its latest pass, or began to look for one
         self._saves_until_s = inf
         self._times = times or PassTimes(engine.plan, engine.machine, mixed)
+        self._pace = MeasuredPace(engine.plan, prompt_rows) if follows else None
         self._thread: threading.Thread | None = None  # lives while requests are here
 
     @property
@@ -85,6 +89,16 @@ class Service:
     @property
     def pass_times(self) -> PassTimes:
         return self._times
+
+    @property
+    def prompt_rows(self) -> int:
+        """The most rows of prompts in a pass beside rows of answers, as it is now."""
+        return self._scheduler.prompt_rows
+
+    @property
+    def pace_reason(self) -> str | None:
+        """Why `prompt_rows` is not what it was at first. None while it is."""
+        return None if self._pace is None else self._pace.reason
 
     @property
     def free_sequences(self) -> int:
@@ -370,4 +384,7 @@ class Service:
         if not step.moves and not any(r.hidden or r.logits > 1 for r in rows):
             kind = sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads)
             self._times.note(*kind, now_s - self._free_s)
+            if self._pace is not None and self._pace.note(*kind, now_s - self._free_s):
+                with self._changed:
+                    self._scheduler.prompt_rows = self._pace.rows
         self._free_s = now_s

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from penstock.errors import BadRequest, StorageFailed
 from penstock.graph.arenas import Layout, with_arenas
+from penstock.planner.measured_pace import MeasuredPace
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
@@ -112,6 +114,35 @@ def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
         assert (counts.given_back == 0 or name == "few pages") and not counts.pages_had
         assert counts.output_tokens == sum(len(a.token_ids) for a in alone)
         assert engine.generate([some[0]], params[0])[0].token_ids == alone[0].token_ids  # it is free again
+
+
+@pytest.mark.parametrize("name", ["resident", "streaming", "two batches"])
+def test_rows_of_prompts_may_change_between_passes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they change after each pass. Answers stay what they are alone."""
+    rows = cycle((1, 9, 2, 5, 13))
+
+    def note(pace: MeasuredPace, *_: float) -> bool:
+        pace.rows = next(rows)
+        return True
+
+    monkeypatch.setattr(MeasuredPace, "note", note)
+    plan = plans(folder)[name]
+    some = prompts(9, plan.target.spec.vocab)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+    with load(folder, plan=plan) as engine:
+        alone = [engine.generate([ids], params)[0].token_ids for ids in some]
+        with closing(Service(engine, prompt_rows=5, queue=100, follows=True)) as service:
+            assert (service.prompt_rows, service.pace_reason) == (5, None)
+            heard = [Heard() for _ in some]
+            seen = set[int]()
+            for ids, each in zip(some, heard, strict=True):
+                service.submit(ids, params, each.tell)
+                each.next()
+                seen.add(service.prompt_rows)
+            for each, expected in zip(heard, alone, strict=True):
+                told = each.end()[1]
+                assert isinstance(told, Ended) and told.answer.token_ids == expected
+        assert len(seen) > 1
 
 
 @pytest.mark.parametrize("mixed", ["mixed", "prefill"])

@@ -148,6 +148,7 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
             raise HTTPException(503, "a model is being loaded: try again later")
         engine, counts = loaded.service.engine, loaded.service.counts
         plan, prediction = engine.plan, engine.prediction
+        followed = (reason,) if (reason := loaded.service.pace_reason) is not None else ()
         return {
             "model": loaded.name,
             "plan": plans.to_json(plan),
@@ -157,7 +158,7 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
                 "gap_ratio_beside_prompts": loaded.pace.gap_ratio,
             },
             "sequences": plan.batch_seqs * plan.batches_per_pass,
-            "prompt_rows": loaded.pace.prompt_rows,
+            "prompt_rows": loaded.service.prompt_rows,
             "passes": [
                 {"answers": answers, "prompt_rows": rows, "seconds": took.seconds, "passes": took.passes}
                 for (answers, rows), took in sorted(loaded.service.pass_times.measured.items())
@@ -167,7 +168,7 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
             "next_request": await to_thread.run_sync(
                 _next_request, loaded, prompt_tokens, output_tokens, limiter=foretelling
             ),
-            "reasons": [*engine.solved.reasons, loaded.pace.reason, *loaded.reasons],
+            "reasons": [*engine.solved.reasons, loaded.pace.reason, *followed, *loaded.reasons],
         }
 
 
