@@ -81,7 +81,8 @@ class MeasuredPace:
         if _LITTLE * most_longer <= longer <= _MUCH * most_longer:
             return self.rows
         if longer > most_longer:
-            self._too_many, self._comparisons = self.rows, 0
+            if self.rows > self._least:  # fewer are not taken, so it says nothing of more
+                self._too_many, self._comparisons = self.rows, 0
             rows = min(self.rows - 1, int(self.rows * most_longer / longer))
         else:
             rows = 2 * self.rows if 2 * longer < most_longer else int(self.rows * most_longer / longer)

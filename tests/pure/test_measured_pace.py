@@ -82,6 +82,14 @@ def test_one_slow_spell_is_forgotten(plan: Plan) -> None:
     assert pace.rows >= 5
 
 
+def test_a_slow_spell_of_the_fewest_rows_does_not_keep_them(plan: Plan) -> None:
+    pace = MeasuredPace(plan, 1)
+    serve(pace, lambda speaking, rows: 0.05 * (3.0 if rows else 1.0), prompts=4)
+    assert pace.rows == 1
+    serve(pace, bound_by_arithmetic, prompts=8)
+    assert pace.rows > 4
+
+
 class Routed(NamedTuple):
     """What is asked of a plan that keeps experts."""
 
