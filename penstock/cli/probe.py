@@ -170,4 +170,6 @@ def here_line() -> str:
         + (f" (a cgroup's limit; the machine has {format_bytes(physical)})" if limit < physical else "")
         + f", {cpus} of {host.all_cpus()} CPUs"
     )
-    return line + (f"; load {load:.1f}: others are busy, and figures of now show it" if load > _BUSY * cpus else "")
+    return line + (
+        f"; load {load:.1f}: others are busy, which figures of RAM and disk show" if load > _BUSY * cpus else ""
+    )

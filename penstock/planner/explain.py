@@ -58,11 +58,12 @@ _SAME = 0.005  # a smaller relative change of speed counts as none
 class Width:
     """How wide an error band is: from prediction ÷ factor to prediction × factor. `runs`: how many earlier runs like
     the predicted one there are. `known`: whether the factor comes from these runs. If there are too few, it is
-    assumed."""
+    assumed. `crowded`: whether that is for a machine that others kept busy when it was measured."""
 
     factor: float = 1.25
     runs: int = 0
     known: bool = False
+    crowded: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,9 @@ def _width(width: Width) -> str:
     between = f"× or ÷ {width.factor:.2f}"
     if width.known:
         return f"{between}, from the last {width.runs} runs like this one on this machine"
-    return f"{between}, assumed: {'too few' if width.runs else 'no'} runs like this one on this machine are known"
+    known = f"{'too few' if width.runs else 'no'} runs like this one on this machine are known"
+    busy = ", and others kept it busy when it was measured: all is foretold for free cores" if width.crowded else ""
+    return f"{between}, assumed: {known}{busy}"
 
 
 def _cannot_run(solved: Solved) -> list[str]:

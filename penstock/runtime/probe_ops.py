@@ -25,6 +25,7 @@ from penstock.graph.tasks import Call, Pass
 from penstock.runtime.arena import Arenas
 from penstock.runtime.bind_native import Native, NativeBinding
 from penstock.runtime.fit import GOOD_R2, Fit, Points, Tell, fit, fit_well, middle, steady, straight
+from penstock.runtime.own_time import Taken, ThreadClocks, is_free, undisturbed
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
@@ -88,12 +89,14 @@ def kv_rates(kv: str, kernels: Native, memory_bytes: int, tell: Tell, until_s: f
 
 
 class Layers:
-    """Layers of one format in memory, whose calls can be timed one by one."""
+    """Layers of one format in memory, whose calls can be timed one by one. `timed`: how many were. `disturbed`: during
+    how many of them another process had a core."""
 
     def __init__(
         self, weights: Format, kv: Format, kernels: Native, memory_bytes: int, mostly_kv: bool = False
     ) -> None:
         self.weights, self._programs = weights, {}  # type: ignore[var-annotated]
+        self.timed = self.disturbed = 0
         self.plan = probe_plan(weights, kv, memory_bytes, mostly_kv)
         self._layers = len(self.plan.target.spec.layers)
         self._arenas = Arenas(self.plan)
@@ -171,21 +174,27 @@ class Layers:
             fits = [*fits, again]
         return choose(straight(fits))
 
-    def time(self, rows: int, start: int, ops: Sequence[str], repeats: int = 3) -> list[TimedOp]:
-        """Mean times per op and size, over layers and repeats, after a round to warm up. Many rows are timed on two
-        layers only: these are more than a cache holds, and take long."""
+    def time(
+        self, rows: int, start: int, ops: Sequence[str], repeats: int = 3, by_clock: bool = False
+    ) -> list[TimedOp]:
+        """Mean times per op and size, over layers and repeats, after a round to warm up. They are what free cores take
+        (`own_time`), or with `by_clock` what was taken. Many rows are timed on two layers only: these are more than a
+        cache holds, and take long."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-_LOGITS_ROWS:])
         most = _MANY_LAYERS if rows > _SOME_ROWS[-1] else self._layers
         calls = self._calls(Pass("prefill" if rows > 1 else "decode", (batch,), None), ops, most)
-        times: dict[tuple[str, int, int], list[float]] = {}
+        clocks, times = ThreadClocks(), dict[tuple[str, int, int], list[Taken]]()
         for repeat in range(repeats + 1 if rows <= FEW_ROWS[-1] else 3):
             for call, run in calls:
-                start_s = time.perf_counter()
+                own_s, start_s = clocks.now_s(), time.perf_counter()
                 run()
-                taken_s = time.perf_counter() - start_s
+                taken = time.perf_counter() - start_s, clocks.busiest_s(own_s)
+                self.timed, self.disturbed = self.timed + 1, self.disturbed + (not is_free(taken))
                 if repeat:
-                    times.setdefault((call.op, call.bytes, call.flops), []).append(taken_s)
-        return [TimedOp(*key, _typical(taken)) for key, taken in times.items()]
+                    times.setdefault((call.op, call.bytes, call.flops), []).append(taken)
+        if by_clock:
+            return [TimedOp(*key, _typical([taken_s for taken_s, _ in calls])) for key, calls in times.items()]
+        return [TimedOp(*key, _typical(undisturbed(calls))) for key, calls in times.items()]
 
     def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
         """The pass's calls of these ops, each with a function that runs it natively, with little Python around."""

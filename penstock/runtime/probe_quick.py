@@ -2,8 +2,9 @@
 from the figures of a machine like it (`runtime/probe_scaled`).
 
 Measured are: an FFN of one row and of a few in the format in use, loads from the disk, single small reads, and many
-small reads in flight together. The speed of reading RAM (`runtime/ceilings`) is not measured: beside busy processors it
-came out at a third of that on free ones, where an FFN of one row kept 0.7 to 1.0 of its own.
+small reads in flight together. Products are measured as free cores take them (`runtime/own_time`), the disk by the
+clock. The speed of reading RAM (`runtime/ceilings`) is not measured: beside busy processors it came out at a third of
+that on free ones, where an FFN of one row kept 0.7 to 1.0 of its own.
 
 `python -m penstock.runtime.probe_quick FOLDER FORMAT` prints the machine as JSON.
 """
@@ -72,6 +73,7 @@ def quick_probe(folder: Path, kind: str, isa: str | None = None) -> MachineSpec:
         source=f"quick probe {date.today().isoformat()}, the rest scaled from {like.name}",
         sharing=like.sharing,
         rough=True,
+        crowded=layers.disturbed / layers.timed,
     )
 
 

@@ -50,6 +50,8 @@ _LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
 # Beyond the most a band says nothing any more.
 _LEAST, _MOST = 1.1, 100.0
 _ROUGH = 1.5  # where figures were scaled from another machine's, and no runs are known
+# Where others had cores besides during so large a share of these measurements: they may have them in the run too.
+_CROWDED, _ROUGH_CROWDED = 0.1, 2.0
 _SHARE_WITHIN = 0.8  # of runs whose error was within the band
 _DECADES = 1.0  # two predicted times that lie so far apart have likeness 0
 _OTHER_FORMAT = 0.5  # the likeness of a run in another format: other kernels, the same disk and RAM
@@ -254,7 +256,9 @@ def error_band(machine_file: Path, machine: MachineSpec, prediction: Prediction,
     seen = Band() if GPU.executor in plan.tier_bytes() else band(runs(machine_file, machine), prediction, plan, batch)
     if not machine.rough:
         return seen
-    return Band(*(width if width.known else replace(width, factor=_ROUGH) for width in (seen.decode, seen.ttft)))
+    crowded = machine.crowded >= _CROWDED
+    factor = _ROUGH_CROWDED if crowded else _ROUGH
+    return Band(*(w if w.known else replace(w, factor=factor, crowded=crowded) for w in (seen.decode, seen.ttft)))
 
 
 def _sparsity(plan: Plan) -> str:

@@ -178,7 +178,8 @@ class MachineSpec:
     """All figures of a machine. `source`: where they are from, a probe with its date or a data sheet. `process_bytes`:
     memory of the process beside its arenas. `device_process_bytes`: what the process takes more where it drives a
     device. `context_bytes`: device memory that the driver and libraries take. `rough`: most
-    figures are another machine's, scaled by a few that were measured here.
+    figures are another machine's, scaled by a few that were measured here. `crowded`: during what share of these few
+    measurements other processes had a core; 0 where nobody looked.
 
     Raises BadRequest for figures that are missing or contradict each other."""
 
@@ -194,6 +195,7 @@ class MachineSpec:
     sharing: tuple[Sharing, ...] = ()
     reads: tuple[Reads, ...] = ()
     rough: bool = False
+    crowded: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.threads < 2**31 or not 0 < self.process_bytes < 2**63:

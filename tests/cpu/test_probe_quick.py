@@ -60,7 +60,12 @@ def test_what_was_measured_scales_what_follows_it() -> None:
 
 def test_it_measures_this_machine(tmp_path: Path) -> None:
     machine = quick_probe(tmp_path, "int8")
-    assert machine.rough and machine.source.startswith("quick probe ") and not list(tmp_path.iterdir())
+    assert (
+        machine.rough
+        and 0 <= machine.crowded <= 1
+        and machine.source.startswith("quick probe ")
+        and not list(tmp_path.iterdir())
+    )
     assert machines.loads(machines.dumps(machine), "itself") == machine
     spec, weights = describe(Path("llama-3.2-1b"), parse_format("int4"), to_plan=True)
     ask = Ask(host_memory_bytes=1 << 29, prompt_tokens=64, output_tokens=16)
@@ -107,15 +112,17 @@ def test_a_probe_that_had_no_time_for_all_goes_on_however_late(tmp_path: Path, m
 def test_its_band_is_wider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, weights = describe(Path("llama-3.2-1b"), parse_format("int4"), to_plan=True)
     solved = solve(Ask(), spec, weights, MACHINE)
-    for rough, factor in ((False, Band().decode.factor), (True, 1.5)):
-        machine = replace(MACHINE, rough=rough)
+    for rough, crowded, factor in ((False, 0.0, Band().decode.factor), (True, 0.05, 1.5), (True, 0.17, 2.0)):
+        machine = replace(MACHINE, rough=rough, crowded=crowded)
         found = error_band(tmp_path / "machine.json", machine, solved.prediction, solved.plan, 1)
         assert found.decode.factor == found.ttft.factor == factor and not found.decode.known
     file = tmp_path / "cache" / "machines" / machine_file(tmp_path).name
     file.parent.mkdir(parents=True)
-    file.write_text(machines.dumps(replace(MACHINE, rough=True)))
-    said = here(capsys, "plan", "llama-3.2-1b", "--weights", "int4", "--why", "--cache", tmp_path / "cache")
-    assert "error band × or ÷ 1.50, assumed" in said.out, said
+    for crowded, told in ((0.0, "1.50, assumed"), (0.17, "2.00, assumed")):
+        file.write_text(machines.dumps(replace(MACHINE, rough=True, crowded=crowded)))
+        said = here(capsys, "plan", "llama-3.2-1b", "--weights", "int4", "--why", "--cache", tmp_path / "cache")
+        assert f"error band × or ÷ {told}" in said.out, said
+        assert ("others kept it busy when it was measured" in said.out) == (crowded > 0)
 
 
 def test_a_product_that_seems_to_take_no_time_for_its_bytes_tells_no_speed() -> None:
