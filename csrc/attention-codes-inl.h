@@ -1,11 +1,13 @@
 // Attention over a KV cache of integers with rounded factors, for one instruction set: codes are multiplied as they
 // lie, without being widened to floats. Queries and scores are here, values in attention-spans-inl.h.
 //
-// The rule, of which no bit depends on the instruction set's shapes. A query's numbers are rounded to 16 bits for each
-// piece of 256 columns of a group: q = step · n + rest, where |n| is at most 32,767 and the largest is that. So is what
-// a code of a value is multiplied with, a position's weight times its scale, for each group and each span of 64
-// positions. Sums of codes times such n are exact in 32 bits. What rounding left over is counted with the middle of the
-// codes, so that it costs only codes' differences from there: on average it shifts nothing.
+// The rule, of which no bit depends on the instruction set's shapes. A query's numbers are rounded for each piece of
+// 256 columns of a group: q = step · n + rest, where |n| is at most 32,767 and the largest is that. Beside keys in int4
+// it is 127: these lose some twenty times more by their own rounding, and a product of bytes does twice the work of one
+// of words. What a code of a value is multiplied with, a position's weight times its scale, has 16 bits in both
+// formats, for each group and each span of 64 positions: a softmax over thousands of positions has small weights. Sums
+// of codes times such n are exact in 32 bits. What rounding left over is counted with the middle of the codes, so that
+// it costs only codes' differences from there: on average it shifts nothing.
 #pragma once
 
 #include "cache-inl.h"
@@ -14,10 +16,14 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr float kMostWord = 32767.0F;
+template <Kind kind>
+constexpr float kMostOfQuery = kind == Kind::kInt4 ? 127.0F : kMostWord;
 constexpr int kPieceColumns = 256;  // 255 · 32,767 · 256 is below 2^31
 
 // 16 bytes of a row have kUnitColumns columns, and 32 bits of it kUnitWords words of two columns each. Word w of 32
-// bits at 4 j has the columns word_column(w) + 4 j and that + 2.
+// bits at 4 j has the columns word_column(w) + 4 j and that + 2. Values are multiplied word by word, and so are keys in
+// int8. Keys in int4 are multiplied by fours: half h of the 32 bits has the columns 16 h + 4 j … + 3. So a unit of keys
+// has kUnitSteps steps of products in both formats.
 template <Kind kind>
 constexpr int kUnitColumns = kind == Kind::kInt4 ? 32 : 16;
 template <Kind kind>
@@ -25,6 +31,7 @@ constexpr int kUnitWords = kind == Kind::kInt4 ? 4 : 2;
 template <Kind kind>
 constexpr float kMiddle = kind == Kind::kInt4 ? 7.5F : 127.5F;  // of the codes
 constexpr int word_column(int w) { return w / 2 * 16 + w % 2; }
+constexpr int kHalfSteps = 2, kUnitSteps = 4 * kHalfSteps;  // of 32 bits, and of a unit
 // Rows of `width` columns that a register of kWideBytes has. Two where they are half as long: int4 with 64 columns took
 // as long as with 128 when each had a register of its own. No bit depends on it, since sums are exact.
 template <Kind kind>
@@ -38,10 +45,27 @@ template <Kind kind, int w>
     return l_words<w % 2 * 8 + w / 2 * 4, 15>(x);
 }
 
+// The codes that a step of products of keys takes from 32 bits.
+template <Kind kind, int part>
+[[gnu::always_inline]] inline Line codes_of(Line x) {
+    if constexpr (kind == Kind::kInt8) return word_of<kind, part>(x);
+    return part == 0 ? low_nibbles(x) : high_nibbles(x);
+}
+
+// Four numbers of 8 bits, and two of 16, of columns of which one is left out.
+inline std::int32_t four_of(const std::int32_t* n) {
+    const auto byte = [n](int i) { return (static_cast<std::uint32_t>(n[i]) & 255U) << 8 * i; };
+    return static_cast<std::int32_t>(byte(0) | byte(1) | byte(2) | byte(3));
+}
+inline std::int32_t two_of(const std::int32_t* n) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(n[2]) << 16 |
+                                     (static_cast<std::uint32_t>(n[0]) & 0xffffU));
+}
+
 // Queries of a KV head, rounded. Arrays are one for all: of `count` queries side by side.
 struct RoundedQueries {
     int count, width, group, pieces_per_group, pieces;
-    std::int32_t* words;          // [width / 2][count]: two numbers each, in the order of products
+    std::int32_t* words;          // [steps][count]: two numbers each, or four, in the order of products
     float *steps, *rests, *sums;  // [pieces][count]: of n; of what is left, times the middle; of the query itself
 
     RoundedQueries(int queries, int columns, int of_group, float* memory)
@@ -75,8 +99,8 @@ struct RoundedQueries {
             float most;
             std::memcpy(&most, &bits, 4);
             // A NaN or an infinity makes all scores NaN.
-            const float step = bits >= 0x7f800000 ? NAN : most < 1e-30F ? 0.0F : most / kMostWord;
-            const F inverse = f_set(step > 0 ? kMostWord / most : 0.0F), back = f_set(-step);
+            const float step = bits >= 0x7f800000 ? NAN : most < 1e-30F ? 0.0F : most / kMostOfQuery<kind>;
+            const F inverse = f_set(step > 0 ? kMostOfQuery<kind> / most : 0.0F), back = f_set(-step);
             F all = f_zero(), rest = f_zero();
             for (int c = from; c < to; c += 16) {
                 const F x = f_load(q + c);
@@ -90,10 +114,9 @@ struct RoundedQueries {
         std::int32_t* to = words + i;
         for (int unit = 0; unit < width; unit += kUnitColumns<kind>) {
             for (int j = 0; j < 4; ++j) {
-                for (int w = 0; w < kUnitWords<kind>; ++w, to += count) {
-                    const std::int32_t* const n = numbers + unit + 4 * j + word_column(w);
-                    *to = static_cast<std::int32_t>((static_cast<std::uint32_t>(n[2]) << 16) |
-                                                    (static_cast<std::uint32_t>(n[0]) & 0xffffU));
+                for (int part = 0; part < kHalfSteps; ++part, to += count) {
+                    const std::int32_t* const n = numbers + unit + 4 * j;
+                    *to = kind == Kind::kInt4 ? four_of(n + 16 * part) : two_of(n + word_column(part));
                 }
             }
         }
@@ -131,7 +154,7 @@ struct Codes {
 // whole kWideBytes bytes. For each of several keys in a register they are the same.
 template <Kind kind>
 void spread_words(const RoundedQueries& q, int first, int n, std::int32_t* to) {
-    constexpr int kUnitSteps = 4 * kUnitWords<kind>, kColumns = kWideLines * kUnitColumns<kind>;
+    constexpr int kColumns = kWideLines * kUnitColumns<kind>;
     constexpr int kCopies = kPairLanes / kWideLines;
     const int of_row = kWideLines / packed_rows<kind>(q.width);
     for (int column = 0; column < q.width; column += kColumns) {
@@ -154,7 +177,7 @@ class SpreadWords {
     template <Kind kind, int n>
     const std::int32_t* words(const RoundedQueries& q, int first, float* other) {
         constexpr int kColumns = kWideLines * kUnitColumns<kind>;
-        const int wanted = (q.width + kColumns - 1) / kColumns * 4 * kUnitWords<kind> * n * kPairLanes;
+        const int wanted = (q.width + kColumns - 1) / kColumns * kUnitSteps * n * kPairLanes;
         if (wanted > kMost) {
             spread_words<kind>(q, first, n, reinterpret_cast<std::int32_t*>(other));
             return reinterpret_cast<std::int32_t*>(other);
@@ -166,7 +189,7 @@ class SpreadWords {
     }
 
   private:
-    static constexpr int kMost = 2048;  // of four queries with 256 columns
+    static constexpr int kMost = 2048;  // of four queries with 256 columns of int8
     struct Tile {
         alignas(64) std::int32_t words[kMost];
         int first = -1, n = 0;
@@ -191,14 +214,19 @@ template <Kind kind, int n>
         for (int b = 0; b < kKeyLines; ++b) {
             key_lines(row + std::size_t(part + b) * (16 / kWideLines) * row_bytes, row_bytes, lines[b]);
         }
-        const auto word = [&]<int j, int w>() __attribute__((always_inline)) {
-            if constexpr (w < kUnitWords<kind>) {
-                Line codes[kKeyLines];
+        const auto step = [&]<int j, int part>() __attribute__((always_inline)) {
+            Line codes[kKeyLines];
 #pragma GCC unroll 4
-                for (int b = 0; b < kKeyLines; ++b) codes[b] = word_of<kind, w>(lines[b][j]);
+            for (int b = 0; b < kKeyLines; ++b) codes[b] = codes_of<kind, part>(lines[b][j]);
 #pragma GCC unroll 8
-                for (int i = 0; i < n; ++i) {
-                    const Pair pair = pair_at(words + ((j * kUnitWords<kind> + w) * n + i) * kPairLanes);
+            for (int i = 0; i < n; ++i) {
+                const std::int32_t* const at = words + ((j * kHalfSteps + part) * n + i) * kPairLanes;
+                if constexpr (kind == Kind::kInt4) {
+                    const FourBytes four = four_bytes_at(at);
+#pragma GCC unroll 4
+                    for (int b = 0; b < kKeyLines; ++b) acc[i][b] = i_dot_nibbles(acc[i][b], codes[b], four);
+                } else {
+                    const Pair pair = pair_at(at);
 #pragma GCC unroll 4
                     for (int b = 0; b < kKeyLines; ++b) acc[i][b] = i_dot_words(acc[i][b], codes[b], pair);
                 }
@@ -210,15 +238,16 @@ template <Kind kind, int n>
                 fetch_codes(ahead, kBytes);
                 ahead += kBytes;
             }
-            word.template operator()<j, 0>(), word.template operator()<j, 1>();
-            word.template operator()<j, 2>(), word.template operator()<j, 3>();
+            step.template operator()<j, 0>(), step.template operator()<j, 1>();
         };
         line.template operator()<0>(), line.template operator()<1>();
         line.template operator()<2>(), line.template operator()<3>();
 #pragma GCC unroll 8
         for (int i = 0; i < n; ++i) {
 #pragma GCC unroll 4
-            for (int b = 0; b < kKeyLines; ++b) sums[i][part + b] = acc[i][b];
+            for (int b = 0; b < kKeyLines; ++b) {
+                sums[i][part + b] = kind == Kind::kInt4 ? i_of_nibbles(acc[i][b]) : acc[i][b];
+            }
         }
     }
 #pragma GCC unroll 8
@@ -230,7 +259,7 @@ template <Kind kind, int n>
 template <Kind kind, int n, int packed>
 void score_codes(const RoundedQueries& q, int first, const std::int32_t* words, const Codes& keys, float scale,
                  float* scores) {
-    constexpr int kStepWords = 4 * kUnitWords<kind> * n * kPairLanes, kUnits = kWideLines / packed;
+    constexpr int kStepWords = kUnitSteps * n * kPairLanes, kUnits = kWideLines / packed;
     for (int token = 0; token < keys.count; token += 16 * packed) {
         const std::uint8_t* ahead = keys.further(token);
         const std::uint8_t* row = keys.rows + std::size_t(token) * keys.row_bytes;

@@ -40,6 +40,27 @@ inline __m256i dot_words8(__m256i acc, __m256i words, __m256i two) {
 inline I i_dot_words(I acc, Line words, Pair two) {
     return {dot_words8(acc.a, words.a, two), dot_words8(acc.b, words.b, two)};
 }
+// As in codes_avx512.h.
+using FourBytes = __m256i;
+inline FourBytes four_bytes_at(const std::int32_t* p) { return pair_at(p); }
+inline __m256i dot_nibbles8(__m256i acc, __m256i nibbles, __m256i four) {
+#ifdef __AVXVNNI__
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(nibbles), "x"(four));
+    return acc;
+#else
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(nibbles, four));
+#endif
+}
+inline I i_dot_nibbles(I acc, Line nibbles, FourBytes four) {
+    return {dot_nibbles8(acc.a, nibbles.a, four), dot_nibbles8(acc.b, nibbles.b, four)};
+}
+inline I i_of_nibbles(I acc) {
+#ifdef __AVXVNNI__
+    return acc;
+#else
+    return i_of_pairs(acc);
+#endif
+}
 // The two numbers of the columns of kWideBytes bytes, whose two units of 16 bytes are in one group or in two (`parts`).
 // Those of unit k lie `further[k]` further than p.
 template <int parts>

@@ -33,6 +33,26 @@ inline I i_dot_words(I acc, Line words, Pair two) {
     return _mm512_add_epi32(acc, _mm512_madd_epi16(words, two));
 #endif
 }
+// Four numbers of 8 bits, as each lane wants them. acc + Σ over the four bytes of each lane: nibble · number, of
+// kUnitSteps products at most; i_of_nibbles makes sums of 32 bits of it. 8 products of two times 15 · 127 fit into 16
+// bits.
+using FourBytes = __m512i;
+inline FourBytes four_bytes_at(const std::int32_t* p) { return _mm512_loadu_si512(p); }
+inline I i_dot_nibbles(I acc, Line nibbles, FourBytes four) {
+#ifdef __AVX512VNNI__
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(nibbles), "v"(four));
+    return acc;
+#else
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(nibbles, four));
+#endif
+}
+inline I i_of_nibbles(I acc) {
+#ifdef __AVX512VNNI__
+    return acc;
+#else
+    return _mm512_madd_epi16(acc, _mm512_set1_epi16(1));
+#endif
+}
 // The two numbers of the columns of kWideBytes bytes, whose four units of 16 bytes are in one group, in two of two
 // units each, or anyhow (`parts`). Those of unit k lie `further[k]` further than p.
 template <int parts>

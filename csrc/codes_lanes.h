@@ -20,6 +20,12 @@ inline Pair pairs_of(const std::int32_t* p, const int*) {
     return pair_at(p);
 }
 
+// As in codes_avx512.h: four numbers of 8 bits, for all lanes.
+using FourBytes = const std::int8_t*;
+inline FourBytes four_bytes_at(const std::int32_t* p) { return reinterpret_cast<const std::int8_t*>(p); }
+inline I i_dot_nibbles(I acc, Line nibbles, FourBytes four) { return i_dot<true>(acc, nibbles, four); }
+inline I i_of_nibbles(I acc) { return acc; }
+
 // The same for floats.
 template <int parts>
 inline F f_units(const float* p, const int*) {

@@ -86,7 +86,7 @@ class Machine:
         "--exact",
         None,
         "Multiply quantised weights with float32 activations, not with int8 ones, and a quantised"
-        " cache with float32 numbers, not with int16 ones.",
+        " cache with float32 numbers, not with rounded ones.",
         False,
     )
     no_verify: bool = flag(

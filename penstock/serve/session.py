@@ -54,7 +54,7 @@ class Running:
 
     `threads`: at most one for each CPU that this process may use, which is also what None means. `kernels`: avx512,
     amx, avxvnni, avx2, portable or reference (numpy); None for the best here. `exact`: integer weights are multiplied
-    with float32 activations instead of int8 ones, and KV in integers with float32 factors instead of int16 ones.
+    with float32 activations instead of int8 ones, and KV in integers with float32 factors instead of rounded ones.
     `serial`: one task at a time (the oracle). `poisoned`: ring slots are filled with NaN before each load.
     """
 

@@ -66,8 +66,8 @@ they are padded to a multiple of 32. Of each 32 codes, byte b holds number b in 
 high nibble. Groups are multiples of 32, so that all numbers in a SIMD vector have one scale. 64 numbers in int4 take 36
 bytes: 4.5 bits a number.
 
-What multiplies integers is rounded, unless activations are to be exact (`--exact`): to int8 where they are weights, to
-int16 where they are keys or values (`graph.ops.Attend`). Floats are multiplied with floats.
+What multiplies integers is rounded, unless activations are to be exact (`--exact`): to int8 where they are weights or
+keys in int4, to int16 where they are keys in int8 or values (`graph.ops.Attend`). Floats are multiplied with floats.
 """
 
 from __future__ import annotations

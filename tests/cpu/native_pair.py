@@ -52,6 +52,9 @@ ROUNDED = 0.05
 # Of the largest number of a row: what factors of 16 bits may cost attention over codes. A factor is 2^-16 off at most,
 # of the largest beside it, and a score that many of them make is some 1e-4 off.
 ROUNDED_WORDS = 1e-3
+# The same where keys are int4: a query's number is 2^-8 off at most, of the largest beside it, and a score of 128 of
+# them some 0.5 %. tests/cpu/test_rounded_attention.py holds the rule itself to 1e-3.
+ROUNDED_BYTES = 2e-2
 
 
 KV_FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int8-g32", "int4-g32", "int4-g96"]
@@ -253,7 +256,7 @@ class Pair:
                 size = max(size, self.plan.target.spec.logit_softcap)
             near = ROUNDED if rounded else near
         elif call.op == "attend" and rounded and self.plan.kv[0].format.is_quantised:
-            near = ROUNDED_WORDS
+            near = ROUNDED_BYTES if self.plan.kv[0].format.kind == "int4" else ROUNDED_WORDS
         for operand, slot in ops.slots_of(operands):
             if operand.mode not in ("w", "+"):
                 continue

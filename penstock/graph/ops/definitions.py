@@ -125,10 +125,11 @@ class Attend(NamedTuple):
     `value_share`: below 1, the softmax is over a query's best positions alone (`Plan.value_share`). Of equal scores
     the earlier positions are taken.
 
-    Native kernels round what multiplies the codes of a cache of integers to 16 bits, unless activations are to be
-    exact: a query's numbers, in steps of 2^-15 of the largest of each group (of 256 columns at most), and a position's
-    weight times its scale, in steps of 2^-15 of the largest of each 64 positions and group. What is rounded away counts
-    as if codes were the middle ones. The tolerance holds for exact activations."""
+    Native kernels round what multiplies the codes of a cache of integers, unless activations are to be exact. A query's
+    numbers are rounded in steps of the largest of each group (of 256 columns at most) divided by 127 where keys are
+    int4, and by 32,767 where they are int8. A position's weight times its scale is rounded in steps of the largest of
+    each 64 positions and group divided by 32,767. What is rounded away counts as if codes were the middle ones. The
+    tolerance holds for exact activations."""
 
     q: Read
     keys: Read
