@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.errors import BadRequest
-from penstock.hubs import lm_studio, ollama
-from penstock.hubs.found import Found
 from penstock.hubs.names import HubName, hub_name
 from penstock.hubs.where import Tell, Where
 from penstock.runtime.host import available_bytes
 from penstock.serve import shapes
 from penstock.units import MIB
+
+if TYPE_CHECKING:
+    from penstock.hubs.found import Found
 
 # A run that downloads peaks 11.0 MiB above the next one: httpx2, its TLS, and what was read ahead.
 _CLIENT_BYTES = 14 * MIB
@@ -104,6 +106,8 @@ def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
         return Located(bundled)
     if shapes.find(model) is not None:
         return Located(Path(model))
+    from penstock.hubs import lm_studio, ollama  # seldom asked, and 10 ms of a start
+
     for program in (ollama, lm_studio):
         if model.startswith(program.SCHEME):
             found = program.find(model, where)
