@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import BadRequest, BrokenModel, StorageFailed
@@ -18,6 +19,7 @@ from penstock.store import cache, copies
 from penstock.store.copies import Origin, Record
 from penstock.store.identity import Stamp, find_same, stamps, unchanged
 from penstock.store.locks import FolderLock
+from penstock.store.own import own_format
 from penstock.store.pack import pack
 from penstock.store.writer import Waiting, free_bytes
 from penstock.units import format_bytes
@@ -29,8 +31,8 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Cached:
-    """The folder of a checkpoint whose weights are wanted in a format. `models`: the folder of the cache that copies
-    lie in.
+    """The folder of a checkpoint whose weights are wanted in a format, None for its own. `models`: the folder of the
+    cache that copies lie in.
 
     `name`: with which the copy's name begins. `chat`: whether its chat template is parsed before it is packed.
     `within_bytes`: the most memory that this process may take; None: any. `limit_bytes`: of all copies together.
@@ -39,7 +41,7 @@ class Cached:
 
     checkpoint: Path
     name: str
-    weights: Format
+    weights: Format | None
     models: Path
     chat: bool
     within_bytes: int | None = None
@@ -52,7 +54,7 @@ class Cached:
         its weights. Raises as `pack`."""
         for _ in range(_TRIES):
             now = stamps(self.checkpoint)
-            folder = self._find(now) or self._make(now)
+            folder = self._known_as_own(now) or self._find(now) or self._make(now)
             lock = copies.hold(folder)
             if lock is None:
                 continue
@@ -77,18 +79,36 @@ class Cached:
         self._drop(folder, lock, why)
         return self.hold()
 
+    @functools.cached_property
+    def _format(self) -> Format:
+        """The format that is wanted. Raises as `own_format`."""
+        return self.weights or own_format(self.checkpoint)
+
+    def _known_as_own(self, now: dict[str, Stamp]) -> Path | None:
+        """A copy that is known to have the format of the very files that are there now. Their headers need not be read
+        then, which takes 40 ms where a GGUF file has 128 thousand tokens. None where there is none, or another format
+        is wanted."""
+        if self.weights is not None:
+            return None
+        for folder, record in copies.records(self.models).items():
+            if any(known.own and known.stamps == now for known in record.origins):
+                copies.update(folder, lambda record: copies.add_origin(record, Origin(str(self.checkpoint), now, True)))
+                return folder
+        return None
+
     def _find(self, now: dict[str, Stamp]) -> Path | None:
         """A copy of what the checkpoint holds now, found by its files' stamps, or else by a comparison. None where
         there is none."""
-        origin = Origin(str(self.checkpoint), now)
-        wanted = {f: r for f, r in copies.records(self.models).items() if r.weights == self.weights.name}
+        origin = Origin(str(self.checkpoint), now, self.weights is None)
+        wanted = {f: r for f, r in copies.records(self.models).items() if r.weights == self._format.name}
         for folder, record in wanted.items():
-            if any(known.stamps == now for known in record.origins):
-                copies.update(folder, lambda record: copies.add_origin(record, origin))
+            if same_files := [known for known in record.origins if known.stamps == now]:
+                now_known = replace(origin, own=origin.own or any(known.own for known in same_files))
+                copies.update(folder, functools.partial(copies.add_origin, origin=now_known))
                 return folder
         whole = {f: _known(r, now) for f, r in wanted.items() if copies.fault(f) is None}
         comparing = self._progress("comparing {} with its packed copy")
-        same = find_same(self.checkpoint, self.weights, whole, comparing)
+        same = find_same(self.checkpoint, self._format, whole, comparing)
         if same is not None:
             if stamps(self.checkpoint) != now:
                 raise BrokenModel(f"{self.checkpoint} changed while it was read: run the command again")
@@ -101,7 +121,7 @@ class Cached:
 
     def _make(self, now: dict[str, Stamp]) -> Path:
         """Packs the checkpoint into the cache, unless another process has done so. `now`: its files' stamps."""
-        folder = self.models / copies.copy_name(self.name, now, self.weights.name)
+        folder = self.models / copies.copy_name(self.name, now, self._format.name)
         if os.path.lexists(folder):
             if copies.read_record(folder) is not None:
                 return folder  # another process has made it just now
@@ -115,14 +135,15 @@ class Cached:
             self._say(f"writes {format_bytes(missing_bytes)} to {folder}, {free} free")
             yield
             then = stamps(self.checkpoint)
-            if then != now and find_same(self.checkpoint, self.weights, {aside: unchanged(now, then)}) is None:
+            if then != now and find_same(self.checkpoint, self._format, {aside: unchanged(now, then)}) is None:
                 shutil.rmtree(aside)
                 raise BrokenModel(f"{self.checkpoint} changed while it was packed: run the command again")
-            copies.write_record(aside, Record(self.weights.name, (Origin(str(self.checkpoint), then),)))
+            origin = Origin(str(self.checkpoint), then, self.weights is None)
+            copies.write_record(aside, Record(self._format.name, (origin,)))
 
         packing = self._progress("packing {}")
         waiting = self._waiting(folder)
-        return pack(self.checkpoint, folder, self.weights, packing, check=self._check, waiting=waiting, writing=writing)
+        return pack(self.checkpoint, folder, self._format, packing, check=self._check, waiting=waiting, writing=writing)
 
     def _check(self, folder: Path) -> None:
         check_text_files(folder, chat=self.chat, within_bytes=self.within_bytes)

@@ -17,7 +17,6 @@ from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
-from penstock.store.own import own_format
 from penstock.store.packed import is_packed, read_config, read_manifest
 
 
@@ -94,7 +93,7 @@ def resolve(
         copies.note_use(path)
         return source
     gguf = is_gguf(path)
-    if fmt is not None or not gguf:  # else `own_format` reads the same
+    if fmt is not None or not gguf:  # else `Cached` reads the same, where it has to
         read_config(path)
     if not path.is_dir() and not gguf:
         raise BadRequest(f"{model} has no weights beside it: give the model's folder")
@@ -103,7 +102,7 @@ def resolve(
     name = located.name or (name_of(path) if gguf else path.name)
     models = cache.absolute() / copies.MODELS
     kept = host_memory_bytes, cache_limit_bytes
-    cached = Cached(path, name, fmt or own_format(path), models, chat, *kept, verify, on_progress)
+    cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress)
     folder, lock = cached.hold()
     return Source(folder, lock, cached, located.beside_bytes)
 

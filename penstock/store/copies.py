@@ -44,10 +44,12 @@ _COPY_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A folder of a checkpoint that the copy was made from, or that held the same. `stamps`: of its files then."""
+    """A folder of a checkpoint that the copy was made from, or that held the same. `stamps`: of its files then. `own`:
+    whether the copy is known to have the very format that these files have."""
 
     path: str
     stamps: dict[str, Stamp]
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.serve import cached
+from penstock.spec.format import Format
 from penstock.store import copies, identity
 from penstock.store.identity import Stamp
+from penstock.store.own import own_format
 from penstock.store.pack import pack
 from tests.cpu.cached_copies import (
     CONFIG,
@@ -52,6 +55,27 @@ def test_only_what_was_touched_is_compared(checkpoint: Path, tmp_path: Path, mon
     os.utime(checkpoint / "config.json")
     monkeypatch.setattr(identity, "_sums", lambda *_: pytest.fail("weights are as they were"))
     assert resolved(checkpoint, tmp_path / "cache")[0] == folder
+
+
+def test_the_own_format_is_found_out_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the copy is known to have it the checkpoint's headers stay unread, whoever asked for the copy before."""
+    asked: list[Path] = []
+
+    def counted(src: Path) -> Format:
+        asked.append(src)
+        return own_format(src)
+
+    monkeypatch.setattr(cached, "own_format", counted)
+    folder, _ = resolved(checkpoint, tmp_path / "cache", own_format(checkpoint).name)
+    assert not asked
+    for times in (1, 1):
+        assert resolved(checkpoint, tmp_path / "cache")[0] == folder and len(asked) == times
+    assert resolved(checkpoint, tmp_path / "cache", own_format(checkpoint).name)[0] == folder
+    assert resolved(checkpoint, tmp_path / "cache", "int8")[0] != folder
+    assert resolved(checkpoint, tmp_path / "cache")[0] == folder and len(asked) == 1
+    os.utime(checkpoint / "model.safetensors")
+    for times in (2, 2):
+        assert resolved(checkpoint, tmp_path / "cache")[0] == folder and len(asked) == times
 
 
 def write_within(file: Path) -> None:
