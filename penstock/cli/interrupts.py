@@ -1,6 +1,6 @@
 """Has Ctrl-C arrive: an interrupt that was lost is raised again, and none falls where a lock would stay held.
 
-Python raises KeyboardInterrupt in the main thread, between any two instructions. In a `__del__`, or in a callback from
+Python raises KeyboardInterrupt in the main thread, between any two instructions. In a finalizer, or in a callback from
 native code, it is printed or cleared, and the command would go on to its end. Inside of `Condition.__enter__` it leaves
 a lock behind that nobody holds, and a thread that wants it waits for ever.
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from types import FrameType
+import weakref
+from types import CodeType, FrameType
 from typing import Any
 
 _AGAIN_S = 0.25  # until an interrupt that nobody deals with counts as lost
@@ -97,6 +98,10 @@ def _is_no_place(frame: FrameType | None) -> bool:
     if code.co_filename == _LOCKS_OF_IMPORTS and code.co_name in ("acquire", "release"):
         return True
     above: FrameType | None = frame
-    while above is not None and above.f_code.co_name != "__del__":
+    while above is not None and not _finalizes(above.f_code):
         above = above.f_back
     return above is not None
+
+
+def _finalizes(code: CodeType) -> bool:
+    return code.co_name == "__del__" or (code.co_name == "__call__" and code.co_filename == weakref.__file__)

@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None, interrupts: Interrupts | None = None
                 raise KeyboardInterrupt
             return code
         except KeyboardInterrupt:
+            entered.take()  # what is finalized from here on is not to be interrupted again
             note("stopped")
             return 130
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import main
 from penstock.cli.interrupts import Interrupts, taken
 from tests.cpu.commands import ROOT
 
@@ -129,6 +131,36 @@ def test_none_falls_into_a_finalizer() -> None:
         gc.collect()
         go_on()
     assert ended == [True]
+
+
+def test_none_falls_into_what_ends_a_child() -> None:
+    """As `serve.confined` ends its process, when the last one who could ask it is gone."""
+
+    class Last:
+        pass
+
+    def end() -> None:
+        press()
+        ended.append(True)
+
+    ended: list[bool] = []
+    last = Last()
+    weakref.finalize(last, end)
+    with Interrupts(), pytest.raises(KeyboardInterrupt):
+        del last
+        gc.collect()
+        go_on()
+    assert ended == [True]
+
+
+def test_a_command_that_has_stopped_is_not_stopped_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "_run", lambda *_: press())
+    with Interrupts() as interrupts:
+        assert main.main([], interrupts) == 130
+        assert not interrupts.asked and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert capsys.readouterr().err == "penstock: stopped\n"
 
 
 def test_who_ignores_it_goes_on_ignoring_it() -> None:
