@@ -85,7 +85,6 @@ void Demand::guess(const Routes& routes, int guesses) {
             const float a = weights[at + one], b = weights[at + other];
             return a > b || (std::isnan(b) && !std::isnan(a));
         });
-        order.resize(std::min(order.size(), std::size_t(guesses)));
         for (int& expert : order) expert = ids[at + expert];
         guessed_.push_back(std::move(order));
     }
@@ -95,10 +94,15 @@ void Demand::guess(const Routes& routes, int guesses) {
             if (!contains(likely, expert)) likely.push_back(expert);
         }
     }
-    for (const int expert : likely) {
-        if (cache_->slot(expert) >= 0) continue;
-        const int slot = cache_->guess(expert, likely);
-        if (slot >= 0) load(expert, slot);
+    for (const auto& row : guessed_) {
+        int left = guesses;
+        for (const int expert : row) {
+            if (left == 0) break;
+            if (cache_->slot(expert) >= 0) continue;
+            --left;
+            const int slot = cache_->guess(expert, likely);
+            if (slot >= 0) load(expert, slot);
+        }
     }
 }
 

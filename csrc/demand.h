@@ -58,8 +58,8 @@ class Demand {
 
     // Takes the router's answer, and begins to read the experts that are missing.
     void ask();
-    // Begins to read experts that the layer's router is likely to ask for: `guesses` of each row of its answer
-    // `routes` to another input, by their weights.
+    // Begins to read experts that the layer's router is likely to ask for: of each row of its answer `routes` to
+    // another input at most `guesses` that are missing, by their weights.
     void guess(const Routes& routes, int guesses);
     // Computes the experts that were asked for: those at hand, then the others as they come.
     void compute(const Compute& compute, const Wait& wait);
@@ -68,7 +68,7 @@ class Demand {
     // The same after an error. Throws nothing.
     void abandon() noexcept;
 
-    // Answers for the next pass in place of the router's, [T, A] or as many as are guessed of each row; empty: none.
+    // Answers for the next pass in place of the router's, [T, A], of a guess at most A of each row; empty: none.
     // Throws std::invalid_argument where an expert is not the layer's.
     void give(std::vector<int> experts);
     void give_guess(std::vector<std::vector<int>> experts);

@@ -376,8 +376,8 @@ class Program(_Ops):
         """Appends: takes the router's answer, and begins to read what the demand's cache misses."""
 
     def guess(self, demand: Demand, routes: int, guesses: int) -> None:
-        """Appends: begins to read what is missing of the experts that are likely to be asked for: `guesses` of each row
-        of the answer at `routes`, by their weights."""
+        """Appends: begins to read experts that are likely to be asked for: of each row of the answer at `routes`, at
+        most `guesses` that are missing, by their weights."""
 
     def compute_asked(self, demand: Demand) -> None:
         """Appends: computes what was asked for: first the experts in the cache, then the others as they come."""
@@ -427,7 +427,7 @@ class Demand:
         the layer has, or another number of them."""
 
     def give_guess(self, rows: Sequence[Sequence[int]]) -> None:
-        """The same for the next `guess`, the likeliest first."""
+        """The same for the next `guess`: any number of each row, the likeliest first."""
 
     @property
     def said(self) -> list[list[int]]:

@@ -47,9 +47,10 @@ class LeastUsed:
         self._held: set[int] = set()
         self._ahead: set[int] = set()  # experts that a guess has loaded for the coming token
 
-    def guess(self, likely: Experts) -> None:
-        for expert in likely:
-            if expert not in self._held and self._load(expert, likely):
+    def guess(self, likely: Experts, most: int) -> None:
+        """`likely`: the likeliest expert first. At most so many are loaded."""
+        for expert in [expert for expert in likely if expert not in self._held][:most]:
+            if self._load(expert, likely):
                 self._ahead.add(expert)
 
     def misses(self, wanted: Experts) -> tuple[int, int]:
@@ -231,7 +232,7 @@ class RoutedModel:
             for row in map(tuple, said):
                 if call.operands.guesses:
                     self._guesses[layer].append(row)
-                    self._caches[layer].guess(row)
+                    self._caches[layer].guess(row, call.operands.guesses)
                 else:
                     self._answers[layer].append(row)
                     misses, wrong = self._caches[layer].misses(row)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from penstock.graph import ops
@@ -270,19 +270,22 @@ class Demand:
         yield from self._calls.emit.closed()
 
     def _guess(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """Asks a layer's router about the input of the layer before. Emits loads of experts that it names and that are
-        missing."""
+        """Asks a layer's router about the input of the layer before. Emits loads of the likeliest experts of each row
+        that are missing: at most as many as the cache has guesses."""
         calls, cache = self._calls, self._own(layer)
         asked = [self._route_ahead(layer, batch) for batch in p.batches]
         calls.emit.close(kernels_of(self._experts.router(layer)))
         yield from calls.emit.closed()
-        likely = {expert: None for call in asked for row in answer(call) for expert in row}
+        rows = [row for call in asked for row in answer(call)]
+        likely = {expert for row in rows for expert in row}
         said = tuple(call.operands.routes for call in asked if isinstance(call.operands, ops.Route))
         self._guessed[layer] = []
-        for expert in likely:
-            if cache.slot(expert) is None and (slot := cache.guess(expert, likely)) is not None:
-                self._guessed[layer].append(expert)
-                yield from self._load_one(layer, self._cache_of[layer].executor, expert, slot, said)
+        for row in rows:
+            missing = (expert for expert in row if cache.slot(expert) is None)
+            for expert in islice(missing, self._cache_of[layer].guesses):
+                if (slot := cache.guess(expert, likely)) is not None:
+                    self._guessed[layer].append(expert)
+                    yield from self._load_one(layer, self._cache_of[layer].executor, expert, slot, said)
 
     def _route_ahead(self, layer: int, batch: Batch) -> Call:
         """Runs a layer's router on the input of the FFN one layer before, normed as this layer's input would be."""

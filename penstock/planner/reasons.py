@@ -27,7 +27,7 @@ def without_device(plan: Plan, ask: Ask) -> tuple[str, ...]:
         told, read = [caches(plan)], "all experts"
         if guesses := max(cache.guesses for cache in plan.caches):
             told.append(
-                f"{guesses} experts that a token will want are guessed a layer ahead, and loaded if they are missing:"
+                f"up to {guesses} missing experts that a token will want are guessed a layer ahead, and loaded:"
                 " that gains time by what routers said"
             )
     elif any(unit.asked for unit in plan.units):

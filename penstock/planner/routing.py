@@ -133,7 +133,7 @@ class Replay:
             return self._drawn(call, route.layer, ~route.layer, 0, neurons)
         assert isinstance(route, Route) and call.batch is not None
         if route.guesses:
-            return self._guess(route.layer, call.batch.total_rows, route.guesses)
+            return self._guess(route.layer, call.batch.total_rows)
         return self._next(route.layer, call.batch.total_rows)
 
     def _drawn(self, call: Call, layer: int, asker: int, lo: int, hi: int) -> list[Sequence[int]]:
@@ -162,10 +162,10 @@ class Replay:
             for _ in range(passes):
                 lowering.warm(layer, [expert for row in self._next(layer, rows) for expert in row])
 
-    def _guess(self, layer: int, rows: int, guesses: int) -> list[Token]:
+    def _guess(self, layer: int, rows: int) -> list[Token]:
         known = self._guesses[layer] if self._guesses else ()
         at = [(self._at[layer] + i) % len(self._layers[layer]) for i in range(rows)]
-        return [known[i][:guesses] if i < len(known) else () for i in at]
+        return [known[i] if i < len(known) else () for i in at]
 
     def _next(self, layer: int, rows: int) -> list[Token]:
         tokens = self._layers[layer]

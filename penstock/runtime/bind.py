@@ -277,9 +277,8 @@ class Binding(Views):
         return ids
 
     def answer(self, call: Call) -> list[list[int]]:
-        """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess only so
-        many as were asked for, the likeliest first. Of a call that tells which neurons fire, or are active: their
-        places."""
+        """The answer of a router's call, which is done: the experts of each row, in rising order. Of a guess the
+        likeliest first. Of a call that tells which neurons fire, or are active: their places."""
         op = call.operands
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])
@@ -296,7 +295,7 @@ class Binding(Views):
         ids = self._chosen(op, batch_of(call).total_rows)
         if op.guesses:
             routes = self._routes(op.layer, op.routes, batch_of(call).total_rows)
-            likeliest = np.argsort(-routes.factors, axis=1, kind="stable")[:, : op.guesses]
+            likeliest = np.argsort(-routes.factors, axis=1, kind="stable")
             ids = np.take_along_axis(ids, likeliest, axis=1)
         experts_by_row: list[list[int]] = ids.tolist()
         return experts_by_row

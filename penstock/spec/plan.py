@@ -118,8 +118,8 @@ class Cache:
     expert that at least `lifted_rows` rows of a pass ask for is lifted for them. One for fewer rows is computed by the
     CPU, and lifted for later passes.
 
-    `guesses`: so many experts of this layer are loaded ahead for each row, if they are missing: those that its router
-    finds likeliest for the input of the FFN one layer before. 0: none."""
+    `guesses`: at most so many experts of this layer are loaded ahead for each row: of those that its router names for
+    the input of the FFN one layer before, the likeliest that are missing. 0: none."""
 
     layer: int
     executor: Executor

@@ -149,7 +149,7 @@ def wrong(said: Said) -> Said:
         experts = [list(row) for row in said(call)]
         assert isinstance(call.operands, ops.Route)
         others = [[expert for expert in range(EXPERTS) if expert not in row] for row in experts]
-        return [row[: call.operands.guesses] for row in others] if call.operands.guesses else experts
+        return [row[:ACTIVE] for row in others] if call.operands.guesses else experts
 
     return answer
 
@@ -189,7 +189,7 @@ def test_guesses_are_what_the_next_router_says_to_this_layers_input(neighbours: 
         assert np.array_equal(other.step(p, [np.array([7], np.int32)])[0], logits)
     assert {layer: experts for (layer, guess), experts in heard.items() if not guess} == said
     assert {layer: rows for (layer, guess), rows in heard.items() if guess} == {
-        layer: [row[:2] for row in guessed[layer]] for layer in (1, 2)
+        layer: guessed[layer] for layer in (1, 2)
     }
     assert guessed[3] == [] and all(len(row) == ACTIVE for layer in (1, 2) for row in guessed[layer])
     session.close()

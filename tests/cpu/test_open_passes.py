@@ -138,7 +138,7 @@ def drawn(call: Call) -> list[list[int]]:
     assert isinstance(call.operands, ops.Route)
     rngs = [random.Random(f"{layer_of(call)} {call.operands.guesses} {row}") for row in rows_of(call)]
     if call.operands.guesses:
-        return [rng.sample(range(EXPERTS), call.operands.guesses) for rng in rngs]
+        return [rng.sample(range(EXPERTS), ACTIVE) for rng in rngs]
     return [sorted(rng.sample(range(EXPERTS), ACTIVE)) for rng in rngs]
 
 

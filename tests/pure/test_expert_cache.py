@@ -243,7 +243,7 @@ def test_each_wrong_home_is_one_line(part: str, at: tuple[str, str, str], messag
 
 
 def test_a_replay_guesses_the_tokens_that_come_next() -> None:
-    """So many experts as the plan asks for; of tokens that nobody guessed none."""
+    """All that were named, the likeliest first; of tokens that nobody guessed none."""
     plan, said = cached_plan(4, guesses=2), (((0, 1, 2), (3, 4, 5), (6, 7, 8)),) * len(SPEC.layers)
     replay = Replay(plan, RouterTrace(said, "made up", ((), *((((2, 1, 0), (5, 8, 4)),) * (len(SPEC.layers) - 1)))))
     lowering, heard = Lowering(plan), list[tuple[int, int, tuple[int, ...]]]()
@@ -257,8 +257,32 @@ def test_a_replay_guesses_the_tokens_that_come_next() -> None:
     for position in range(3):
         list(lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), answer))
     of_one = [(guesses, row) for layer, guesses, row in heard if layer == 1]
-    assert of_one == [(2, (2, 1)), (0, (0, 1, 2)), (2, (5, 8)), (0, (3, 4, 5)), (2, ()), (0, (6, 7, 8))]
+    assert of_one == [(2, (2, 1, 0)), (0, (0, 1, 2)), (2, (5, 8, 4)), (0, (3, 4, 5)), (2, ()), (0, (6, 7, 8))]
     assert all(guesses == 0 for layer, guesses, _ in heard if layer == 0)
+
+
+@pytest.mark.parametrize(("named", "guesses", "loaded"), [
+    ((2, 5, 7), 1, [5]),  # the likeliest is there, the next one is missing
+    ((2, 5, 7), 2, [5, 7]),
+    ((2, 1, 0), 3, []),  # all are there
+    ((2,), 2, []),
+    ((7, 2, 5), 1, [7]),
+])  # fmt: skip
+def test_a_guess_loads_the_likeliest_that_are_missing(
+    named: tuple[int, ...], guesses: int, loaded: list[int]
+) -> None:  # fmt: skip
+    """At most as many as the cache has guesses, of all that are named. 0, 1 and 2 are there, and asked for."""
+    plan = cached_plan(5, guesses=guesses)
+    lowering, sizes = Lowering(plan), plan.parts["1.experts"].expert_granules
+    for position, likely in enumerate(((), named)):
+
+        def answer(call: Call, likely: tuple[int, ...] = likely) -> list[tuple[int, ...]]:
+            assert isinstance(call.operands, ops.Route)
+            return [likely if call.operands.guesses else (0, 1, 2)]
+
+        tasks = list(lowering.step(passes.decode(plan, (0,), (position,), passes.DECODE), answer))
+    loads = [(call.operands, call.unit) for task in tasks for call in task.calls if isinstance(call.operands, ops.Load)]
+    assert [load.lo // sizes for load, u in loads if plan.units[u].part == "1.experts"] == loaded
 
 
 def test_a_prediction_counts_right_and_wrong_guesses() -> None:

@@ -189,7 +189,7 @@ def test_guesses_are_made_where_they_gain_time() -> None:
 
     none, good, bad = planned(()), planned(right), planned(wrong)
     check_plan(good.plan, spec, INT4)
-    assert [cache.guesses for cache in good.plan.caches] in ([0, *[8] * 47], [0, *[4] * 47])
+    assert [cache.guesses for cache in good.plan.caches] in [[0, *[guesses] * 47] for guesses in (1, 2, 4)]
     assert any("guessed a layer ahead" in reason for reason in good.reasons)
     assert good.prediction.decode_tokens_per_s > 1.05 * none.prediction.decode_tokens_per_s
     assert none.plan == bad.plan and not any(cache.guesses for cache in none.plan.caches)

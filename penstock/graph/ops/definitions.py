@@ -204,8 +204,8 @@ class Fire(NamedTuple):
 class Route(NamedTuple):
     """routes = the experts that each row goes to, by the router's scores of h, and the factors of their outputs.
 
-    `guesses`: 0, or h is not the layer's own but that of the layer before. Then the answer is a guess: for each row so
-    many experts, those with the largest factors first."""
+    `guesses`: 0, or h is not the layer's own but that of the layer before. Then the answer is a guess,
+    and for each row at most so many of its experts are loaded, those with the largest factors first."""
 
     weights: Read
     h: Read

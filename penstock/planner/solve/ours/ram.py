@@ -53,11 +53,13 @@ def ring_options(problem: Problem) -> list[int]:
 
 
 def guess_options(problem: Problem) -> list[int]:
-    """How many experts a token may be guessed: none, all that it goes to, or half of them. Only none where no trace
-    says how good guesses are: only simulation can tell whether they gain."""
+    """How many missing experts of a layer a token may have loaded ahead by guesses: none, one, two, or half as many as
+    it goes to. One or two fill the time in which the disk would idle while attention is computed: with more the
+    layer's own loads come later (docs/LOG.md). Only none where no trace says how good guesses are: only simulation can
+    tell whether they gain."""
     active = max((layer.routed.active for layer in problem.spec.layers if layer.routed), default=0)
     known = problem.trace is not None and any(problem.trace.guesses)
-    return [0, *sorted({active, max(1, active // 2)})] if known else [0]
+    return sorted({0, *(n for n in (1, 2, active // 2) if n <= active)}) if known else [0]
 
 
 def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator[Candidate]:
