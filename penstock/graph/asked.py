@@ -70,6 +70,7 @@ class AskedUnits:
         yield from emit.closed()
         active = _rising(map(answer, (self.predicted[layer, batch.id] for batch in p.batches))) if foretold else []
         asks = tuple(self._calls.active(layer, HOST, batch) for batch in p.batches) if foretold else ()
+        follows = foretold and layer in self._ahead
         for u in units:
             unit = self._plan.units[u]
             part = self._layout.parts[unit.part]
@@ -82,7 +83,8 @@ class AskedUnits:
             recent = self._recent.get(u)
             held, missing = recent.ask(live) if recent is not None else (b"", live)
             runs = records.runs(missing, part.granule_rows, self._plan.hole_bytes)
-            pick = ops.Pick(self._layout.asked[u], runs, asks, foretold and layer in self._ahead)
+            pick = ops.Pick(self._layout.asked[u], runs, asks, follows)
+            follows = follows or bool(runs)  # the disk is at work from the first read on
             nbytes = sum(hi - lo for lo, hi in runs)
             self._waiting.append(Call(pick, u, None, part.kinds(), nbytes, 0))
             yield from self._begin()  # the disk reads while what follows is decided

@@ -212,8 +212,9 @@ def _begins(lane: Lane, operands: Operands, line: _RateLine) -> float:
     """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
     records, has an alpha_s of its own. On a disk those that are in flight together share one. Runs of records are not
     read in rounds: as one ends, the next begins. Those that follow others take their share of a round, however few they
-    are. Others take one at least, which stands for Python between a predictor and its reads too. Without it promises
-    were up to 1.6 times what was measured (docs/LOG.md, 2026-11-27); with it, on a faster disk, 0.68 (2026-11-28)."""
+    are. Others, the first of a layer, take one at least, which stands for Python between a predictor and its reads too.
+    Without it promises were up to 1.6 times what was measured (docs/LOG.md, 2026-11-27); with one for each unit of a
+    layer, on a faster disk, 0.68 (2026-11-28)."""
     if isinstance(operands, KvMove):
         ranges = operands.ranges
     elif isinstance(operands, Pick):

@@ -276,7 +276,8 @@ def test_golden_asked(ahead: int) -> None:
             asked += [call.unit for call in picks]
             for call in picks:
                 assert isinstance(call.operands, ops.Pick)
-                assert call.operands.follows == (ahead == 1 and not units[call.unit].part.startswith("0."))
+                unit = units[call.unit]  # of a layer's two, the second finds the disk at work
+                assert call.operands.follows == (unit.lo == 2 or (ahead == 1 and not unit.part.startswith("0.")))
     verify(tasks, plan.arenas, plan.units)
     assert asked == 2 * [u for u, unit in enumerate(units) if unit.asked]
     check_golden(f"asked_{'ahead' if ahead else 'own'}", dump(tasks, plan))

@@ -301,8 +301,8 @@ class Load(NamedTuple):
 class Pick(NamedTuple):
     """Loads the records of a unit's neurons that fire, or are active, from its disk to their places among the unit's
     pages with records. `runs`: bytes lo..hi of the part, in rising order (`graph.asked`). `asked`: the slots of
-    `values`, or of `active`, that ask for them. The load comes after them. `follows`: it was asked for a layer ahead,
-    so the disk still has reads of the layer before when it begins."""
+    `values`, or of `active`, that ask for them. The load comes after them. `follows`: the disk still has other
+    reads when it begins, of this layer, or of the layer before if it was asked for a layer ahead."""
 
     target: Write
     runs: tuple[tuple[int, int], ...]
