@@ -99,6 +99,8 @@ bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
 
 // ---- many rows: threads share the hidden values of some granules, then the columns of their sum ---------------------
 
+constexpr int kSomeRows = 32;  // the most rows of records that go some at a time
+
 constexpr int kKeptRows = 2 * kHiddenRows;  // rows whose sums of two tiles a thread keeps over all fours: 12 KB
 
 // Adds up granules [fours.begin, fours.end), whose hidden values are `hidden`, for this thread's tiles. A tile's sums
@@ -200,6 +202,22 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     return true;
 }
 
+// Records of a decode batch go some rows at a time, in the order in which active ones lie: these are fetched while
+// others are multiplied, and the next rows find them in the caches.
+bool neurons_some(Pool& pool, const FfnOp& op, std::size_t cost) {
+    if (!op.shape.by_records() || op.active == nullptr || op.t > kSomeRows) return neurons_many(pool, op, cost);
+    for (int row = 0; row < op.t; row += kFewRows) {
+        FfnOp some = op;
+        const std::ptrdiff_t before = std::ptrdiff_t(row) * op.shape.width();
+        some.h += before, some.sum.partial += before, some.active += row * op.active_stride;
+        if (some.sum.pending != nullptr) some.sum.pending += before;
+        if (some.fired != nullptr) some.fired += row * op.fired_stride;
+        some.t = std::min(kFewRows, op.t - row);
+        if (!neurons_few(pool, some, cost)) return false;
+    }
+    return true;
+}
+
 bool ffn(Pool& pool, const FfnOp& op) {
     const FfnShape& shape = op.shape;
     const FfnSum& sum = op.sum;
@@ -213,7 +231,7 @@ bool ffn(Pool& pool, const FfnOp& op) {
     const std::size_t bytes = in_tiles + down_bytes;
     const std::size_t cost = cost_of(op.weights, bytes, op.t);
     const auto few = shape.down.by_row() ? neurons_few : ffn_few;
-    const auto many = shape.down.by_row() ? neurons_many : ffn_many;
+    const auto many = shape.down.by_row() ? neurons_some : ffn_many;
     if (!(op.t <= kFewRows ? few : many)(pool, op, cost)) return false;
     // If the only four of this call is left to the next call, this call adds nothing to partial, which starts as zeros.
     const Fours fours(sum, shape, 0, op.weights.count, op.weights.count);

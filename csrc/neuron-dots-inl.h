@@ -52,6 +52,130 @@ class Fetches {
     int left_ = 0, per_step_ = 0;
 };
 
+// ---- integer weights: rows are brought into the order of tiles, and multiplied as tiles are -------------------------
+//
+// A row of codes times one row of floats took four to five times as long as its share of a tile's product by integers,
+// and as long again for each row of activations.
+
+// Rows of a granule that neurons lie in are brought into a tile so many columns at a time, so that it stays in the L1
+// cache beside the activations that it is multiplied with.
+constexpr int kTurnedColumns = 1024;
+static_assert(kTurnedColumns >= kMostGroup, "a group is turned at once");
+
+// Some groups of 16 neurons' rows, as a tile.
+class Turned {
+  public:
+    explicit Turned(const Matrix& m) : m_(m), groups_(std::max(1, std::min(m.groups(), kTurnedColumns / m.group))) {
+        // As many groups at a time as all of them are a multiple of: activations are found by the tile's number.
+        while (m.groups() % groups_ != 0) --groups_;
+    }
+    int tiles() const { return m_.groups() / groups_; }
+    // The matrix that a tile is of.
+    Matrix matrix() const { return {kTileRows, groups_ * m_.group, m_.kind, m_.group}; }
+    const std::uint8_t* data() const { return tile_; }
+    // How often `set` fetches for a whole row.
+    int steps() const { return tiles() * groups_; }
+
+    // Brings tile `nth` of the rows [16] here.
+    void set(const std::uint8_t* const* rows, int nth, Fetches& fetches) {
+        const bool int4 = m_.kind == Kind::kInt4;
+        const std::size_t group_bytes = std::size_t(m_.group) / (int4 ? 2 : 1), tile_bytes = 16 * group_bytes + 64;
+        for (int g = 0; g < groups_; ++g) {
+            fetches.step();
+            std::uint8_t* to = tile_ + std::size_t(g) * tile_bytes;
+            const std::size_t from = std::size_t(nth * groups_ + g) * group_bytes;
+            for (std::size_t byte = from; byte < from + group_bytes; byte += 16, to += 256) {
+                if (byte >= m_.codes_bytes()) {  // a row ends within its last group
+                    std::memset(to, 0, 256);
+                    continue;
+                }
+                Line lines[4];
+                turned(rows, byte, lines);
+                if (int4) as_tile(lines);
+                for (int j = 0; j < 4; ++j) l_store(to + 64 * j, lines[j]);
+            }
+        }
+        const std::size_t scales = m_.codes_bytes(), minimums = scales + 2 * std::size_t(m_.groups());
+        set_halves(rows, scales, nth, tile_ + tile_bytes - 64, tile_bytes);
+        set_halves(rows, minimums, nth, tile_ + tile_bytes - 32, tile_bytes);
+    }
+
+  private:
+    // Of 32 columns, a row's first 16 are in low nibbles. A tile has them by fours, in low and in high nibbles in
+    // turns.
+    static void as_tile(Line (&x)[4]) {
+        constexpr std::int32_t kLow = 0x0f0f0f0f, kHigh = ~kLow;
+        const Line low[2] = {l_or(low_nibbles(x[0]), l_left(x[1], 4, kHigh)),
+                             l_or(low_nibbles(x[2]), l_left(x[3], 4, kHigh))};
+        const Line high[2] = {l_or(l_right(x[0], 4, kLow), l_right(x[1], 0, kHigh)),
+                              l_or(l_right(x[2], 4, kLow), l_right(x[3], 0, kHigh))};
+        x[0] = low[0], x[1] = low[1], x[2] = high[0], x[3] = high[1];
+    }
+    // Of each group of tile `nth` the rows' float16 from byte `from` on, `apart` bytes from group to group.
+    void set_halves(const std::uint8_t* const* rows, std::size_t from, int nth, std::uint8_t* to, std::size_t apart) {
+        constexpr int kAtOnce = 8;
+        for (int g = 0; g < groups_; g += kAtOnce) {
+            const int count = std::min(kAtOnce, groups_ - g);
+            const std::size_t at = from + 2 * std::size_t(nth * groups_ + g);
+            alignas(64) std::uint8_t padded[kTileRows][2 * kAtOnce];
+            const std::uint8_t* some[kTileRows];
+            for (int i = 0; i < kTileRows; ++i) {
+                some[i] = rows[i] + at;
+                if (count < kAtOnce) std::memcpy(padded[i], some[i], 2 * std::size_t(count)), some[i] = padded[i];
+            }
+            Line lines[4];
+            turned(some, 0, lines);
+            for (int j = 0; j < count; ++j) {
+                alignas(64) std::uint32_t both[kTileRows];
+                l_store(both, lines[j / 2]);
+                std::uint16_t halves[kTileRows];
+                for (int i = 0; i < kTileRows; ++i) halves[i] = static_cast<std::uint16_t>(both[i] >> (j % 2 * 16));
+                std::memcpy(to + std::size_t(g + j) * apart, halves, sizeof halves);
+            }
+        }
+    }
+
+    const Matrix& m_;
+    int groups_;
+    alignas(64) std::uint8_t tile_[kTurnedColumns * kTileRows + kTurnedColumns / kLineColumns * 64];
+};
+
+// sums [end - lo, 16] = rows [lo, end) of x · 16 neurons' rows. The bits are those of a tile of these rows.
+void dot_turned(const Matrix& m, const std::uint8_t* const* rows, const Rows& x, int lo, int end, Fetches& fetches,
+                float (*sums)[kTileRows]) {
+    Turned turned(m);
+    const Matrix tile = turned.matrix();
+    fetches.pace(turned.steps());
+    for (int i = 0; i < turned.tiles(); ++i) {
+        turned.set(rows, i, fetches);
+        Tiles tiles{1, {turned.data(), 1, 0, 0}, i};
+        tile_rows(
+            tile, tiles, x, lo, end, [&](int row, int) { return i > 0 ? f_load(sums[row - lo]) : f_zero(); },
+            [&](int row, int, F y) { f_store(sums[row - lo], y); });
+    }
+}
+
+// Whether rows are multiplied so: activations are rounded.
+inline bool by_turning(const Matrix& m, const Rows& x) { return m.quantised() && x.q != nullptr; }
+
+// As `dot_listed`, of at most kFewRows rows of activations.
+template <class RowOf, class To, class Done>
+void dot_listed_turned(const Matrix& m, int count, int known, const RowOf& row_of, const Rows& x, Fetches& fetches,
+                       const To& to, const Done& done) {
+    float sums[kFewRows][kTileRows];
+    for (int i = 0, coming = std::min(count, kTileRows); i < count; i += kTileRows) {
+        const int n = std::min(kTileRows, count - i);
+        for (; coming < std::min(known, i + n + kTileRows); ++coming) fetches.add_row(m, row_of(coming));
+        const std::uint8_t* rows[kTileRows];
+        for (int j = 0; j < kTileRows; ++j) rows[j] = row_of(i + std::min(j, n - 1));
+        dot_turned(m, rows, x, 0, x.count, fetches, sums);
+        for (int j = 0; j < n; ++j) {
+            for (int row = 0; row < x.count; ++row) to(i + j, row, sums[row][j]);
+            done(i + j);
+        }
+    }
+}
+
 // The most rows of neurons that are multiplied at a time with n rows of activations, as many as registers have room for
 // the sums of. One row's sums are two chains of additions, each of which waits four cycles for the one before.
 template <int n>

@@ -128,20 +128,18 @@ class FewValues {
     // the four after it the first rows are fetched.
     void fire_records(const FourRows& rows, Wanted& wanted, const FourRows& then) {
         const Matrix& first = shape_.first();
-        const int more = &then.wanted == &wanted ? 0 : std::min(then.wanted.count, kRowsAhead);
-        by_kind(first, [&]<Kind kind>() {
-            dot_listed<kind>(
-                first, wanted.count, wanted.count + more,
-                [&](int i) { return i < wanted.count ? rows.row(first, i) : then.row(first, i - wanted.count); }, h_,
-                t_, fetches_,
-                [&](int i, int row, float y) { wanted.of(i)[row] = y + rows.bias(shape_.first_bias(), i); },
-                [&](int i) {
-                    const auto fires = [&](float y) { return y > 0.0F || !is_relu(); };
-                    if (shape_.gate.rows > 0 && std::any_of(wanted.of(i), wanted.of(i) + t_, fires)) {
-                        fetches_.add_row(shape_.up, rows.row(shape_.up, i));
-                    }
-                });
-        });
+        const int ahead = by_turning(first, x_) ? kTileRows : kRowsAhead;
+        const int more = &then.wanted == &wanted ? 0 : std::min(then.wanted.count, ahead);
+        dot_wanted(
+            first, wanted.count, wanted.count + more,
+            [&](int i) { return i < wanted.count ? rows.row(first, i) : then.row(first, i - wanted.count); },
+            [&](int i, int row, float y) { wanted.of(i)[row] = y + rows.bias(shape_.first_bias(), i); },
+            [&](int i) {
+                const auto fires = [&](float y) { return y > 0.0F || !is_relu(); };
+                if (shape_.gate.rows > 0 && std::any_of(wanted.of(i), wanted.of(i) + t_, fires)) {
+                    fetches_.add_row(shape_.up, rows.row(shape_.up, i));
+                }
+            });
         const int numbers = wanted.count * t_;
         std::fill(wanted.values + numbers, wanted.values + up_to(numbers, kTileRows), 0.0F);
         activate(shape_.activation, wanted.values, nullptr, wanted.values, up_to(numbers, kTileRows));
@@ -166,11 +164,15 @@ class FewValues {
     void multiply(const FourRows& rows, Wanted& wanted) {
         if (shape_.gate.rows == 0) return;
         const Matrix& up = shape_.up;
-        by_kind(up, [&]<Kind kind>() {
-            dot_listed<kind>(
-                up, wanted.count, wanted.count, [&](int i) { return rows.row(up, i); }, h_, t_, fetches_,
-                [&](int i, int row, float y) { wanted.of(i)[row] *= y + rows.bias(shape_.up_bias, i); }, [](int) {});
-        });
+        dot_wanted(
+            up, wanted.count, wanted.count, [&](int i) { return rows.row(up, i); },
+            [&](int i, int row, float y) { wanted.of(i)[row] *= y + rows.bias(shape_.up_bias, i); }, [](int) {});
+    }
+    // As `dot_listed`, of all rows of activations.
+    template <class RowOf, class To, class Done>
+    void dot_wanted(const Matrix& m, int count, int known, const RowOf& row_of, const To& to, const Done& done) {
+        if (by_turning(m, x_)) return dot_listed_turned(m, count, known, row_of, x_, fetches_, to, done);
+        by_kind(m, [&]<Kind kind>() { dot_listed<kind>(m, count, known, row_of, h_, t_, fetches_, to, done); });
     }
 
     const FfnOp& op_;

@@ -21,33 +21,110 @@ struct Values {
     }
 };
 
-// out [end - from, kGranuleRows] = the activations of a granule's records for rows [from, end) of h, which lie D
-// apart; 0 where a neuron is not active.
-void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const float* h, int from, int end,
-               const Zeros& zeros, float* out) {
+// Calls to(i, sums [end - from, kTileRows], where neuron i's are) for the neurons of a granule that are `wanted`: rows
+// [from, end) of x times their rows.
+template <class Is, class To>
+void dot_granule(const Matrix& m, const std::uint8_t* granule, const Rows& x, int from, int end, const Is& wanted,
+                 const To& to) {
+    alignas(64) float sums[kHiddenRows][kTileRows];
+    Fetches fetches;
+    int some[kTileRows], count = 0;
+    const auto multiply = [&] {
+        const std::uint8_t* rows[kTileRows];
+        for (int i = 0; i < kTileRows; ++i) rows[i] = row_at(m, granule, some[std::min(i, count - 1)]);
+        dot_turned(m, rows, x, from, end, fetches, sums);
+        for (int i = 0; i < count; ++i) to(some[i], sums, i);
+        count = 0;
+    };
+    for (int i = 0; i < m.rows; ++i) {
+        if (wanted(i)) some[count++] = i;
+        if (count == kTileRows) multiply();
+    }
+    if (count > 0) multiply();
+}
+
+// out [end - from, kGranuleRows] = a granule's `first` · rows [from, end) of x, or of h, which lie D apart, plus its
+// bias; 0 where a neuron is not active.
+void multiply_active(const FfnShape& shape, const std::uint8_t* granule, const Rows& x, const float* h, int from,
+                     int end, const Zeros& zeros, float* out) {
     const Matrix& first = shape.first();
+    const auto bias = [&](int i) { return bias_of(granule, shape.first_bias(), i); };
+    std::fill_n(out, (end - from) * kGranuleRows, 0.0F);
+    if (by_turning(first, x)) {
+        alignas(64) std::uint8_t active[kGranuleRows] = {};
+        zeros.at(from, 0).join_active(end - from, first.rows, active);
+        return dot_granule(
+            first, granule, x, from, end, [&](int i) { return active[i] != 0; },
+            [&](int i, const float (*sums)[kTileRows], int at) {
+                for (int row = from; row < end; ++row) {
+                    if (zeros.is_active(row, i)) out[(row - from) * kGranuleRows + i] = sums[row - from][at] + bias(i);
+                }
+            });
+    }
     Fetches fetches;
     by_kind(first, [&]<Kind kind>() {
-        for (int i = 0; i < shape.up.rows; ++i) {
+        for (int i = 0; i < first.rows; ++i) {
             const float* rows[kHiddenRows];
             int at[kHiddenRows], count = 0;
             for (int row = from; row < end; ++row) {
-                out[(row - from) * kGranuleRows + i] = 0.0F;
                 if (!zeros.is_active(row, i)) continue;
                 rows[count] = h + std::ptrdiff_t(row) * shape.width(), at[count++] = row - from;
             }
             const std::uint8_t* const weights = row_at(first, granule, i);
-            const float bias = bias_of(granule, shape.first_bias(), i);
             dot_rows<kind, 1>(first, &weights, rows, count, fetches,
-                              [&](int, int j, float y) { out[at[j] * kGranuleRows + i] = y + bias; });
+                              [&](int, int j, float y) { out[at[j] * kGranuleRows + i] = y + bias(i); });
         }
     });
+}
+
+// out [end - from, kGranuleRows] = the activations of a granule's records.
+void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const Rows& x, const float* h, int from, int end,
+               const Zeros& zeros, float* out) {
+    multiply_active(shape, granule, x, h, from, end, zeros, out);
     for (int row = from; row < end; ++row) {
-        float* const x = out + (row - from) * kGranuleRows;
-        activate(shape.activation, x, nullptr, x, shape.up.rows);
-        zeros.keep_counting(row, x, shape.up.rows);
-        zeros.note(row, x, shape.up.rows);
+        float* const values = out + (row - from) * kGranuleRows;
+        activate(shape.activation, values, nullptr, values, shape.up.rows);
+        zeros.keep_counting(row, values, shape.up.rows);
+        zeros.note(row, values, shape.up.rows);
     }
+}
+
+// Multiplies the values of a granule's neurons with its `up` · those rows of x that want each.
+void multiply_values(const FfnOp& op, const std::uint8_t* granule, const Rows& x, int row0, const Values& to) {
+    const FfnShape& shape = op.shape;
+    const Matrix& up = shape.up;
+    const auto bias = [&](int i) { return bias_of(granule, shape.up_bias, i); };
+    if (by_turning(up, x)) {
+        int seen[kGranuleRows] = {};  // of each neuron, how many of its rows came before
+        for (int from = 0; from < x.count; from += kHiddenRows) {
+            const int end = std::min(from + kHiddenRows, x.count);
+            dot_granule(
+                up, granule, x, from, end,
+                [&](int i) { return seen[i] < to.count[i] && to.row[i * to.rows + seen[i]] < end; },
+                [&](int i, const float (*sums)[kTileRows], int of) {
+                    for (; seen[i] < to.count[i]; ++seen[i]) {
+                        const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + seen[i];
+                        if (to.row[at] >= end) return;
+                        to.value[at] *= sums[to.row[at] - from][of] + bias(i);
+                    }
+                });
+        }
+        return;
+    }
+    Fetches fetches;
+    by_kind(up, [&]<Kind kind>() {
+        for (int i = 0; i < up.rows; ++i) {
+            for (int from = 0; from < to.count[i]; from += kFewRows) {
+                const int n = std::min(kFewRows, to.count[i] - from);
+                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
+                const float* rows[kFewRows];
+                for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
+                const std::uint8_t* const weights = row_at(up, granule, i);
+                dot_rows<kind, 1>(up, &weights, rows, n, fetches,
+                                  [&](int, int j, float y) { to.value[at + j] *= y + bias(i); });
+            }
+        }
+    });
 }
 
 // Computes the values of granule g for the rows x, which begin at row0 of the call.
@@ -61,7 +138,7 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
         const Zeros zeros = zeros_of(op).at(row0, g);
         if (shape.by_records()) {
             const float* const h = op.h + std::ptrdiff_t(row0) * shape.width();
-            fire_rows(shape, granule, h, from, end, zeros, fired);
+            fire_rows(shape, granule, x, h, from, end, zeros, fired);
         } else {
             fire(shape, granule, granule + op.weights.stride, x, from, end, zeros, fired);
         }
@@ -74,22 +151,7 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
             }
         }
     }
-    if (shape.gate.rows == 0) return;
-    Fetches fetches;
-    by_kind(shape.up, [&]<Kind kind>() {
-        for (int i = 0; i < shape.up.rows; ++i) {
-            for (int from = 0; from < to.count[i]; from += kFewRows) {
-                const int n = std::min(kFewRows, to.count[i] - from);
-                const std::ptrdiff_t at = std::ptrdiff_t(i) * to.rows + from;
-                const float* rows[kFewRows];
-                for (int j = 0; j < n; ++j) rows[j] = op.h + std::ptrdiff_t(row0 + to.row[at + j]) * shape.width();
-                const std::uint8_t* const up = row_at(shape.up, granule, i);
-                const float bias = bias_of(granule, shape.up_bias, i);
-                dot_rows<kind, 1>(shape.up, &up, rows, n, fetches,
-                                  [&](int, int j, float y) { to.value[at + j] *= y + bias; });
-            }
-        }
-    });
+    if (shape.gate.rows > 0) multiply_values(op, granule, x, row0, to);
 }
 
 constexpr int kHeldColumns = 128;  // of a neuron's row, as floats in registers

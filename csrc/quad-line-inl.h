@@ -1,8 +1,19 @@
-// Sums of int4 neurons' rows, four rows in a line, for the instruction sets whose lines have 16 columns of them:
-// included by their simd headers, after `i_dot`.
+// Rows of neurons, for the instruction sets whose lines have 16 columns of four rows of int4: included by their simd
+// headers, after `i_dot`.
 #pragma once
 
+#include <cstring>
+
 namespace penstock::PENSTOCK_ISA {
+
+// As in simd_avx512.h.
+inline void turned(const std::uint8_t* const* rows, std::size_t byte, Line (&to)[4]) {
+    alignas(64) std::uint8_t lines[4][16][4];
+    for (int i = 0; i < 16; ++i) {
+        for (int j = 0; j < 4; ++j) std::memcpy(lines[j][i], rows[i] + byte + 4 * j, 4);
+    }
+    for (int j = 0; j < 4; ++j) to[j] = line(lines[j]);
+}
 
 // The codes of four rows of nibbles as `i_dot` wants them: lane i of `low` has the four rows' column i, of `high` their
 // column 16 + i.

@@ -358,6 +358,25 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     _mm256_storeu_si256(v + 1, fours8(a.b, b.b, c.b, d.b));
 }
 
+// As in simd_avx512.h: `x.a` of a line has the first eight rows.
+inline void turned(const std::uint8_t* const* rows, std::size_t byte, Line (&to)[4]) {
+    const auto half = [=](int row, __m256i(&x)[4]) {
+        for (int i = 0; i < 4; ++i) {
+            const auto part = [&](int at) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[at] + byte));
+            };
+            x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(part(row + i)), part(row + 4 + i), 1);
+        }
+        const __m256i first = _mm256_unpacklo_epi32(x[0], x[1]), second = _mm256_unpackhi_epi32(x[0], x[1]);
+        const __m256i third = _mm256_unpacklo_epi32(x[2], x[3]), fourth = _mm256_unpackhi_epi32(x[2], x[3]);
+        x[0] = _mm256_unpacklo_epi64(first, third), x[1] = _mm256_unpackhi_epi64(first, third);
+        x[2] = _mm256_unpacklo_epi64(second, fourth), x[3] = _mm256_unpackhi_epi64(second, fourth);
+    };
+    __m256i a[4], b[4];
+    half(0, a), half(8, b);
+    for (int j = 0; j < 4; ++j) to[j] = {a[j], b[j]};
+}
+
 // Codes of four rows of nibbles, as they lie: 32 bytes of each row, which are twice 16 columns in low nibbles and the
 // next 16 in high ones. Register j has in 128 bits L the four rows' bytes 16 L + 4 j … + 3, side by side.
 constexpr int kQuadLines = 2;

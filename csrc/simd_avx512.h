@@ -220,6 +220,20 @@ inline void i_store_fours(std::int32_t* to, I a, I b, I c, I d) {
     _mm512_storeu_si512(to, _mm512_or_si512(ab, cd));
 }
 
+// 16 bytes of each of 16 rows, from `byte` on, as four lines: lane i of line j has bytes 4 j … + 3 of row i.
+inline void turned(const std::uint8_t* const* rows, std::size_t byte, Line (&to)[4]) {
+    const auto part = [=](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + byte)); };
+    __m512i x[4];
+    for (int i = 0; i < 4; ++i) {
+        x[i] = _mm512_inserti32x4(_mm512_castsi128_si512(part(i)), part(4 + i), 1);
+        x[i] = _mm512_inserti32x4(_mm512_inserti32x4(x[i], part(8 + i), 2), part(12 + i), 3);
+    }
+    const __m512i first = _mm512_unpacklo_epi32(x[0], x[1]), second = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i third = _mm512_unpacklo_epi32(x[2], x[3]), fourth = _mm512_unpackhi_epi32(x[2], x[3]);
+    to[0] = _mm512_unpacklo_epi64(first, third), to[1] = _mm512_unpackhi_epi64(first, third);
+    to[2] = _mm512_unpacklo_epi64(second, fourth), to[3] = _mm512_unpackhi_epi64(second, fourth);
+}
+
 // Codes of four rows of nibbles, as they lie: 64 bytes of each row, which are 4 times 16 columns in low nibbles and the
 // next 16 in high ones. Line j has in 128 bits L the four rows' bytes 16 L + 4 j … + 3, side by side.
 constexpr int kQuadLines = 4;

@@ -172,6 +172,11 @@ inline Line line(const void* p) {
     return {vreinterpretq_s32_u8(vld1q_u8(bytes)), vreinterpretq_s32_u8(vld1q_u8(bytes + 16)),
             vreinterpretq_s32_u8(vld1q_u8(bytes + 32)), vreinterpretq_s32_u8(vld1q_u8(bytes + 48))};
 }
+inline void l_store(void* p, Line x) {
+    auto* const to = static_cast<std::int32_t*>(p);
+    vst1q_s32(to, x.a), vst1q_s32(to + 4, x.b);
+    vst1q_s32(to + 8, x.c), vst1q_s32(to + 12, x.d);
+}
 // x, of which the compiler does not know that it is still the same.
 inline Line l_keep(Line x) {
     asm("" : "+m"(x));

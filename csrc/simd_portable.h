@@ -187,6 +187,7 @@ inline Line line(const void* p) {
     std::memcpy(r.v, p, 64);
     return r;
 }
+inline void l_store(void* p, const Line& x) { std::memcpy(p, x.v, 64); }
 // x, of which the compiler does not know that it is still the same.
 inline Line l_keep(Line x) {
     asm("" : "+m"(x));

@@ -73,6 +73,7 @@ def granules(part: Part, rng: np.random.Generator, live: float) -> np.ndarray:
 def run(
     on: _native.Compute, part: Part, ffn: FfnSpec, weights: np.ndarray, h: np.ndarray, cuts: tuple[int, ...],
     skips: bool, scratch_bytes: int | None = None, active: np.ndarray | None = None, level: float = 0.0,
+    exact: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(partial [T, D], fired [T, neurons]) of an FFN that is computed in units that begin at granules `cuts`. `active`:
     uint8 [T, neurons in whole granules]."""
@@ -89,7 +90,7 @@ def run(
             continues_four=lo % part.sum_granules != 0, leaves_four=hi % part.sum_granules != 0 and hi < part.granules,
             skips=skips, fired=fired.ctypes.data, fired_stride=fired.shape[1],
             level=level, active=0 if active is None else active.ctypes.data,
-            active_stride=0 if active is None else active.shape[1], exact=True, values=0, biases=0, bias_stride=0,
+            active_stride=0 if active is None else active.shape[1], exact=exact, values=0, biases=0, bias_stride=0,
             scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
         )  # fmt: skip
     return partial, fired
@@ -179,6 +180,34 @@ def test_leaving_zeros_out_changes_no_bit(isa: str, data: st.DataObject, seed: i
         np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, True, little, mask)[0], whole)
     if mask is not None and mask.all():
         np.testing.assert_array_equal(run(KERNELS[isa, 3], part, ffn, weights, h, cuts, skips=False)[0], whole)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("isa", cpu.available())
+@given(st.data(), st.integers(0, 2**32 - 1))
+def test_rounded_activations_give_the_same_bits(isa: str, data: st.DataObject, seed: int) -> None:
+    """Of integer weights, where rows of neurons are multiplied as tiles, and those of few neurons added as floats:
+    with any threads, cuts, rows beside a row, and with zeros left out or not."""
+    rng = np.random.default_rng(seed)
+    name = data.draw(st.sampled_from([f"{n}{layout}" for n in FORMATS[3:] for layout in ("-neurons", "-records")]))
+    d, neurons = data.draw(st.sampled_from([1, 31, 64, 97, 320, 2080])), data.draw(st.integers(1, 600))
+    part, ffn = ffn_part(neurons, d, data.draw(st.booleans()), data.draw(st.booleans()), name)
+    t = data.draw(st.sampled_from([1, 2, 3, 5, 8, 9, 20, 33, 49, 120]))
+    weights, h = granules(part, rng, data.draw(st.sampled_from([0.02, 0.2, 1.0]))), rng.random((t, d), np.float32)
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, part.granules - 1)), max_size=3))))
+    cuts = cuts if part.granules > 1 else ()
+    mask = drawn_mask(data.draw(st.sampled_from([None, 0.0, 0.05, 0.5, 1.0])), part, t, rng)
+    how = {"active": mask, "exact": False}
+    whole, fired = run(KERNELS[isa, 1], part, ffn, weights, h, (), False, **how)
+    for threads in (1, 3):
+        partial, again = run(KERNELS[isa, threads], part, ffn, weights, h, cuts, True, **how)
+        np.testing.assert_array_equal(again, fired)
+        np.testing.assert_array_equal(partial, whole)
+    want = reference(part, ffn, weights, h, mask)
+    assert np.abs(whole - want).max() <= 5e-2 * max(1.0, float(np.abs(want).max()))
+    own = None if mask is None else mask[t // 2 : t // 2 + 1].copy()
+    alone, _ = run(KERNELS[isa, 1], part, ffn, weights, h[t // 2 : t // 2 + 1].copy(), (), True, None, own, 0.0, False)
+    np.testing.assert_array_equal(alone[0], whole[t // 2])
 
 
 @pytest.mark.parametrize("isa", cpu.available())
