@@ -18,6 +18,10 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
+// Of a row of activations, so many neurons of a granule at most are added as floats instead. An integer sum costs as
+// much for one neuron as for four, and its factors and its end half of that again. It goes by the neurons that are not
+// 0 in this row alone, so neither other rows nor neurons that are left out change a bit.
+constexpr int kFewNeurons = 6;
 constexpr int kPair = 2;                                 // rows of activations that codes are unpacked for at a time
 constexpr int kQuadColumns = kQuadLines * kLineColumns;  // columns of codes that are unpacked at a time
 constexpr int kGroupLanes = 16;                          // groups whose factors are made at a time

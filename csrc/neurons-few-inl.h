@@ -32,35 +32,44 @@ class FewSums {
     // Columns [lo, hi), at most kFewColumns. `lo`: a multiple of kSumColumns.
     void add(int lo, int hi) {
         alignas(64) float buffer[kFewRows * kFewColumns];
-        float* const own = one_ != nullptr ? one_ + lo : buffer;
-        const FfnSum& sum = op_.sum;
-        const int d = op_.shape.width(), columns = hi - lo;
         lo_ = lo, hi_ = hi, coming_four_ = coming_ = 0;
         come(kTogether);
         for (int i = 0; i < count_; ++i) {
-            const Four four = fours_.at(begin_ + i);
-            const auto each_row = [&](const auto& run) {
-                for (int row = 0; row < t_; ++row)
-                    run(std::ptrdiff_t(row) * d + lo, own + std::ptrdiff_t(row) * columns);
-            };
-            each_row([&](std::ptrdiff_t at, float* to) {
-                begin_sum(four.continues ? sum.pending + at : nullptr, std::size_t(columns), to);
-            });
-            const FourRows rows{op_, four, lists_[i]};
-            down_.kind == Kind::kInt4 && !op_.exact ? add_codes(rows, own) : add_floats(i, own);
-            if (one_ != nullptr) continue;
-            const bool starts = sum.starts_sum && begin_ + i == 0;
-            each_row([&](std::ptrdiff_t at, const float* from) {
-                if (four.keeps) {
-                    std::copy_n(from, columns, sum.pending + at);
-                } else {
-                    add_to(sum.partial + at, from, columns, starts);
-                }
-            });
+            const bool by_codes = down_.kind == Kind::kInt4 && !op_.exact && !(op_.skips && all_few(lists_[i]));
+            if (!by_codes) come(lists_[i].count, false);
+            // Of several rows the sums of a whole run of columns lie 8 KB apart, in the same sets of the L1 cache.
+            const int step = by_codes || t_ == 1 ? hi - lo : kSumColumns;
+            for (lo_ = lo; lo_ < hi; lo_ = hi_) {
+                hi_ = std::min(lo_ + step, hi);
+                add_four(i, by_codes, one_ != nullptr ? one_ + lo_ : buffer);
+            }
         }
     }
 
   private:
+    // Adds a four up in `own` [t, columns at hand], and that to the op's sum.
+    void add_four(int i, bool by_codes, float* own) {
+        const FfnSum& sum = op_.sum;
+        const int d = op_.shape.width(), columns = hi_ - lo_;
+        const Four four = fours_.at(begin_ + i);
+        const auto each_row = [&](const auto& run) {
+            for (int row = 0; row < t_; ++row) run(std::ptrdiff_t(row) * d + lo_, own + std::ptrdiff_t(row) * columns);
+        };
+        each_row([&](std::ptrdiff_t at, float* to) {
+            begin_sum(four.continues ? sum.pending + at : nullptr, std::size_t(columns), to);
+        });
+        by_codes ? add_codes({op_, four, lists_[i]}, own) : add_floats(i, own);
+        if (one_ != nullptr) return;
+        const bool starts = sum.starts_sum && begin_ + i == 0;
+        each_row([&](std::ptrdiff_t at, const float* from) {
+            if (four.keeps) {
+                std::copy_n(from, columns, sum.pending + at);
+            } else {
+                add_to(sum.partial + at, from, columns, starts);
+            }
+        });
+    }
+
     // to [count] += from, or 0 + from where it `starts`.
     static void add_to(float* to, const float* from, int count, bool starts) {
         int c = 0;
@@ -72,14 +81,17 @@ class FewSums {
         store_some(to + c, f_add(starts ? f_zero() : load_some(to + c, left), load_some(from + c, left)), left);
     }
 
-    // Adds the next neurons of all lists to what is fetched: of their rows the columns at hand, factors first.
-    void come(int neurons) {
+    // Adds the next neurons of all lists to what is fetched: of their rows the columns at hand, factors first. Where
+    // these are not wanted, it goes past them.
+    void come(int neurons, bool fetch = true) {
         for (; neurons > 0 && coming_four_ < count_; ++coming_) {
             const Wanted& wanted = lists_[coming_four_];
             if (coming_ >= wanted.count) {
                 ++coming_four_, coming_ = -1;
                 continue;
             }
+            --neurons;
+            if (!fetch) continue;
             const Four four = fours_.at(begin_ + coming_four_);
             const std::uint8_t* const row = FourRows{op_, four, wanted}.row(down_, coming_);
             const std::size_t lines = std::size_t(up_to(down_.cols, kLineColumns) / kLineColumns);
@@ -92,31 +104,85 @@ class FewSums {
             }
             const std::size_t from = std::size_t(lo_ / kLineColumns), end = std::size_t((hi_ - 1) / kLineColumns + 1);
             fetches_.add(row + from * line_bytes, (end - from) * line_bytes);
-            --neurons;
         }
     }
 
-    // own [t, columns] += the neurons of a four, granule by granule, by integer products.
+    // The end of the neurons of a list, from `from` on, that lie in the same granule.
+    static int granule_end(const Wanted& wanted, int from) {
+        int end = from;
+        for (const int g = wanted.at[from] / kGranuleRows; end < wanted.count && wanted.at[end] / kGranuleRows == g;)
+            ++end;
+        return end;
+    }
+    // Whether a row has few of the neurons [from, end), which are of one granule.
+    static bool has_few(const Wanted& wanted, int from, int end, int row) {
+        int some = 0;
+        for (int i = from; i < end; ++i) some += wanted.of(i)[row] != 0.0F;
+        return some <= kFewNeurons;
+    }
+    // Whether all rows have few of each granule's.
+    bool all_few(const Wanted& wanted) const {
+        for (int from = 0, end; from < wanted.count; from = end) {
+            end = granule_end(wanted, from);
+            for (int row = 0; end - from > kFewNeurons && row < t_; ++row) {
+                if (!has_few(wanted, from, end, row)) return false;
+            }
+        }
+        return true;
+    }
+
+    // own [t, columns] += the neurons of a four, granule by granule: by integer products, or where a row has few of
+    // them as floats.
     void add_codes(const FourRows& rows, float* own) {
         const Wanted& wanted = rows.wanted;
         const std::ptrdiff_t columns = hi_ - lo_;
         for (int from = 0, end; from < wanted.count; from = end) {
-            const int g = wanted.at[from] / kGranuleRows;
-            for (end = from; end < wanted.count && wanted.at[end] / kGranuleRows == g;) ++end;
+            end = granule_end(wanted, from);
             come(end - from);
+            bool few[kFewRows];
+            for (int row = 0; row < t_; ++row) few[row] = has_few(wanted, from, end, row);
+            if (std::any_of(few, few + t_, [](bool each) { return each; })) add_few(rows, from, end, few, own);
             for (int row = 0; row < t_; row += kPair) {
                 const bool two = row + 1 < t_;
+                if (few[row] && (!two || few[row + 1])) continue;
                 float* const to = own + row * columns;
                 float* const sums[kPair] = {to, two ? to + columns : to};
                 Some some;
                 for (int i = from; i < end; ++i) {
-                    const float first = wanted.of(i)[row], second = two ? wanted.of(i)[row + 1] : 0.0F;
+                    const auto value = [&](int r) { return few[r] ? 0.0F : wanted.of(i)[r]; };
+                    const float first = value(row), second = two ? value(row + 1) : 0.0F;
                     if (!op_.skips || first != 0.0F || second != 0.0F) some.add(rows.row(down_, i), first, second);
                 }
                 two ? add_some<2>(down_, some, lo_, hi_, sums, true, &fetches_)
                     : add_some<1>(down_, some, lo_, hi_, sums, true, &fetches_);
             }
         }
+    }
+
+    // own [t, columns] += the neurons [from, end) of a four, as floats, in the rows that have few of them.
+    void add_few(const FourRows& rows, int from, int end, const bool* few, float* own) {
+        float value[kGranuleRows][kFewRows];
+        const std::uint8_t* at[kGranuleRows];
+        const float* values[kGranuleRows];
+        int count = 0;
+        for (int i = from; i < end; ++i) {
+            bool any = false;
+            for (int row = 0; row < t_; ++row) {
+                value[count][row] = few[row] ? rows.wanted.of(i)[row] : 0.0F;
+                any = any || value[count][row] != 0.0F;
+            }
+            if (any) at[count] = rows.row(down_, i), values[count] = value[count], ++count;
+        }
+        const auto add = [&]<int k, bool one>(int i) {
+            const std::uint8_t* const* const next = at + (i + 2 * k <= count ? i + k : i);
+            add_rows<Kind::kInt4, k, one>(down_, at + i, values + i, t_, lo_, hi_, own, next);
+        };
+        const auto some = [&]<int k>(int i) {
+            t_ == 1 ? add.template operator()<k, true>(i) : add.template operator()<k, false>(i);
+        };
+        int i = 0;
+        for (; i + 4 <= count; i += 4) some.template operator()<4>(i);
+        for (; i < count; ++i) some.template operator()<1>(i);
     }
 
     // Row i of the lists from list `four` on, or null.

@@ -156,9 +156,20 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
 
 constexpr int kHeldColumns = 128;  // of a neuron's row, as floats in registers
 
-// sum [rows, kSumColumns] += the neurons of a granule, for up to kHeldColumns columns from `column` on.
+// Of each row, whether it has few neurons of a granule (kFewNeurons).
+void find_few(const FfnShape& shape, const Values& from, std::vector<int>& some) {
+    std::fill(some.begin(), some.end(), 0);
+    for (int i = 0; i < shape.up.rows; ++i) {
+        const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows;
+        for (int j = 0; j < from.count[i]; ++j) some[std::size_t(from.row[at + j])] += from.value[at + j] != 0.0F;
+    }
+    for (int& each : some) each = each <= kFewNeurons;
+}
+
+// sum [rows, kSumColumns] += the neurons of a granule, for up to kHeldColumns columns from `column` on, in the rows
+// that have few (null: in all).
 template <Kind kind>
-void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum) {
+void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum, const int* few = nullptr) {
     constexpr int kVectors = kHeldColumns / 16;
     const Matrix& down = op.shape.down;
     const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
@@ -173,6 +184,7 @@ void add_columns(const FfnOp& op, int g, const Values& from, int column, float* 
             [&](int c) { row.two(c, w[(c - column) / 16], w[(c - column) / 16 + 1]); });
         const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows;
         for (int j = 0; j < from.count[i]; ++j) {
+            if (few != nullptr && (few[from.row[at + j]] == 0 || from.value[at + j] == 0.0F)) continue;
             float* const to = sum + std::ptrdiff_t(from.row[at + j]) * kSumColumns;
             const F value = f_set(from.value[at + j]);
             for (int k = 0; k < kVectors; ++k) f_store(to + 16 * k, f_fma(value, w[k], f_load(to + 16 * k)));
@@ -180,8 +192,11 @@ void add_columns(const FfnOp& op, int g, const Values& from, int column, float* 
     }
 }
 
-// sum [count, kSumColumns] += the neurons of a granule by integer products, for `columns` columns from `column` on.
-void add_codes(const FfnOp& op, int g, const Values& from, int column, int columns, int count, float* sum) {
+// sum [count, kSumColumns] += the neurons of a granule by integer products, for `columns` columns from `column` on, in
+// the rows that have more than few.
+void add_codes(const FfnOp& op, int g, const Values& from, int column, int columns, const std::vector<int>& few,
+               float* sum) {
+    const int count = static_cast<int>(few.size());
     const Matrix& down = op.shape.down;
     const std::uint8_t* const granule = op.weights.data + std::size_t(g) * op.weights.stride;
     int seen[kGranuleRows] = {};  // of each neuron, how many of its rows came before
@@ -192,11 +207,13 @@ void add_codes(const FfnOp& op, int g, const Values& from, int column, int colum
             const int before = seen[i];
             for (int k = 0; k < kPair; ++k) {
                 const std::ptrdiff_t at = std::ptrdiff_t(i) * from.rows + seen[i];
-                if (seen[i] < from.count[i] && from.row[at] == row + k) value[k] = from.value[at], ++seen[i];
+                if (seen[i] >= from.count[i] || from.row[at] != row + k) continue;
+                value[k] = few[std::size_t(row + k)] != 0 ? 0.0F : from.value[at], ++seen[i];
             }
             if (seen[i] > before) some.add(row_at(down, granule, i), value[0], value[1]);
         }
         const bool two = row + 1 < count;
+        if (few[std::size_t(row)] != 0 && (!two || few[std::size_t(row) + 1] != 0)) continue;
         float* const to = sum + std::ptrdiff_t(row) * kSumColumns;
         float* const sums[kPair] = {to, two ? to + kSumColumns : to};
         two ? add_some<2>(down, some, column, column + columns, sums, false)
@@ -223,6 +240,8 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
             }
         }
     };
+    std::vector<int> few(std::size_t(count), 0);
+    const auto any = [&](int is) { return std::find(few.begin(), few.end(), is) != few.end(); };
     for (int i = 0; i < fours.count; ++i) {
         const Four four = fours.at(i);
         const bool starts = fours.starts(i);
@@ -234,7 +253,10 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
         for (int g = four.lo; g < four.hi; ++g) {
             const Values& from = values[std::size_t(g - fours.begin)];
             if (op.shape.down.kind == Kind::kInt4 && !op.exact) {
-                add_codes(op, g, from, column, columns, count, own);
+                find_few(op.shape, from, few);
+                if (any(0)) add_codes(op, g, from, column, columns, few, own);
+                for (int c = 0; any(1) && c < columns; c += kHeldColumns)
+                    add_columns<Kind::kInt4>(op, g, from, column + c, own + c, few.data());
                 continue;
             }
             by_kind(op.shape.down, [&]<Kind kind>() {
