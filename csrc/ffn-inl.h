@@ -106,16 +106,15 @@ constexpr int kKeptRows = 2 * kHiddenRows;  // rows whose sums of two tiles a th
 // Adds up granules [fours.begin, fours.end), whose hidden values are `hidden`, for this thread's tiles. A tile's sums
 // stay in registers over a four. Over all fours they are kept side by side: rows of `partial` lie many KB apart, in few
 // sets of the caches, so that to read and write them after each four took a tenth of an FFN's time.
-void sum_columns(const Team& team, const Granules& weights, const Matrix& down, const Rows& hidden, const Fours& fours,
-                 std::ptrdiff_t row0) {
+void sum_columns(const Team& team, Pieces& pieces, int phase, const Granules& weights, const Matrix& down,
+                 const Rows& hidden, const Fours& fours, std::ptrdiff_t row0) {
     const FfnSum& sum = fours.sum;
     const Cuts cuts(down, hidden.count);
-    const auto [lo, hi] = team.share(cuts.per_granule);
     const auto tiles_of = [&](int four, int cut) {
         return cuts.tiles_of(weights, down, fours.at(four).lo * cuts.per_granule + cut);
     };
     alignas(64) float kept[kKeptRows][kWideTiles][kTileRows];
-    for (int cut = lo; cut < hi; ++cut) {
+    pieces.share(team, phase, cuts.per_granule, [&](int cut, int next) {
         const int column = cuts.tile(cut) * kTileRows, width = tiles_of(0, cut).count;
         const auto place = [&](int row, int tile) {
             return (row0 + row) * down.rows + column + std::ptrdiff_t(tile) * kTileRows;
@@ -138,8 +137,8 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
                 tiles.granule = four.lo - fours.begin;
                 tiles.series.count = four.hi - four.lo;
                 tiles.series.ahead = weights.stride;
-                if (i + 1 < fours.count || cut + 1 < hi) {
-                    tiles.then = (i + 1 < fours.count ? tiles_of(i + 1, cut) : tiles_of(0, cut + 1)).series.first;
+                if (i + 1 < fours.count || next >= 0) {
+                    tiles.then = (i + 1 < fours.count ? tiles_of(i + 1, cut) : tiles_of(0, next)).series.first;
                 }
                 tile_rows(
                     down, tiles, hidden, begin, end,
@@ -159,7 +158,7 @@ void sum_columns(const Team& team, const Granules& weights, const Matrix& down, 
                 store_some(sum.partial + at, f_load(from), some);
             });
         }
-    }
+    });
 }
 
 bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
@@ -171,31 +170,35 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     Input input;
     if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
     // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
-    constexpr int kMostNeurons = 4096;
-    int block = std::min(weights.count, std::max(1, kMostNeurons / op.shape.up.rows));
+    constexpr int kMostHidden = 4096 * kHiddenRows;  // of fewer rows more neurons: threads meet less often
+    const int neurons = kMostHidden / std::min(input.chunk(), kHiddenRows);
+    int block = std::min(weights.count, std::max(1, neurons / op.shape.up.rows));
     Prepared prepared;
     for (; block > 0; block = block > 1 ? block / 2 : 0) {
         Scratch left = scratch;
         if (Prepared::plan(down, block, input.chunk(), op.exact, left, prepared)) break;
     }
     if (block == 0) return false;
+    Pieces pieces(pool.threads());
     pool.run(cost, [&](const Team& team) {
         prefetch_run(weights.data + std::size_t(team.share(std::min(block, weights.count)).first) * weights.stride);
-        for (int row0 = 0; row0 < op.t; row0 += input.chunk()) {
+        for (int row0 = 0, phase = 0; row0 < op.t; row0 += input.chunk()) {
             const Rows x = input.chunk_at(team, row0);
             Rows hidden = prepared.rows;
             hidden.count = x.count;
             for (int begin = 0; begin < weights.count; begin += block) {
                 const int end = std::min(begin + block, weights.count);
                 if (begin > 0) team.barrier();  // all threads have used the hidden values of the block before
-                const auto [lo, hi] = team.share(end - begin);
-                for (int i = lo; i < hi; ++i) {
-                    const std::uint8_t* granule = weights.data + std::size_t(begin + i) * weights.stride;
-                    hidden_of(op.shape, granule, granule + (i + 1 < hi ? weights.stride : 0), x, hidden, i,
+                pieces.share(team, phase++, end - begin, [&](int i, int next) {
+                    const auto granule = [&](int nth) {
+                        return weights.data + std::size_t(begin + nth) * weights.stride;
+                    };
+                    hidden_of(op.shape, granule(i), granule(std::max(i, next)), x, hidden, i,
                               zeros.at(row0, begin + i));
-                }
+                });
                 team.barrier();
-                sum_columns(team, weights, down, hidden, Fours(op.sum, op.shape, begin, end, weights.count), row0);
+                sum_columns(team, pieces, phase++, weights, down, hidden,
+                            Fours(op.sum, op.shape, begin, end, weights.count), row0);
             }
         }
     });

@@ -22,13 +22,15 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
               int out_cols, bool exact, Scratch& scratch, const Out& out) {
     Input input;
     if (!input.plan(m, x, x_stride, 1, t, exact, scratch)) return false;
+    Pieces pieces(pool.threads());
     pool.run(cost_of(weights, bytes_of(m), t), [&](const Team& team) {
         const Cuts cuts(m, input.chunk());
-        const auto [first, last] = team.share(weights.count * cuts.per_granule);
-        prefetch_run(cuts.tiles_of(weights, m, first).series.first);  // arrives while activations are laid out
-        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+        const int all = weights.count * cuts.per_granule;
+        // It arrives while activations are laid out.
+        prefetch_run(cuts.tiles_of(weights, m, team.share(all).first).series.first);
+        for (int row0 = 0, phase = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
-            for (int cut = first; cut < last; ++cut) {
+            pieces.share(team, phase++, all, [&](int cut, int next) {
                 const auto sink = [&](int row, int tile, F y) {
                     const int inside = (cuts.tile(cut) + tile) * kTileRows,
                               column = cuts.granule(cut) * m.rows + inside;
@@ -36,9 +38,9 @@ bool multiply(Pool& pool, const Granules& weights, const Matrix& m, const float*
                     if (count > 0) out(team, row0 + row, column, y, count);
                 };
                 Tiles tiles = cuts.tiles_of(weights, m, cut);
-                if (cut + 1 < last) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
+                if (next >= 0) tiles.then = cuts.tiles_of(weights, m, next).series.first;
                 tile_rows(m, tiles, rows, 0, rows.count, nothing, sink);
-            }
+            });
         }
     });
     return true;
@@ -138,20 +140,20 @@ void accumulate_few(const Granules& weights, const Matrix& m, const Rows& x, int
 
 // Computes this thread's tiles of `sum` [count, rows of m]. Few rows go granule by granule. With many rows a tile's
 // sums stay in registers over all granules. Either way the terms of a sum are added in the same order.
-void accumulate_share(const Team& team, const Granules& weights, const Matrix& m, const Rows& x, float* sum,
-                      bool first) {
+void accumulate_share(const Team& team, Pieces& pieces, int phase, const Granules& weights, const Matrix& m,
+                      const Rows& x, float* sum, bool first) {
     const Cuts cuts(m, x.count);
-    const auto [lo, hi] = team.share(cuts.per_granule);
-    if (lo == hi) return;
     if (x.count <= kFewRows) {
+        const auto [lo, hi] = team.share(cuts.per_granule);
+        if (lo == hi) return;
         const int end = std::min(cuts.tile(hi - 1) + cuts.width, m.tiles());
         return accumulate_few(weights, m, x, cuts.tile(lo), end, sum, first);
     }
-    for (int cut = lo; cut < hi; ++cut) {
+    pieces.share(team, phase, cuts.per_granule, [&](int cut, int next) {
         Tiles tiles = cuts.tiles_of(weights, m, cut);
         tiles.granule = 0, tiles.series.count = weights.count;
         if (weights.count > 1) tiles.series.ahead = weights.stride;
-        if (cut + 1 < hi) tiles.then = cuts.tiles_of(weights, m, cut + 1).series.first;
+        if (next >= 0) tiles.then = cuts.tiles_of(weights, m, next).series.first;
         const int column = cuts.tile(cut) * kTileRows;
         const auto place = [&](int row, int tile) {
             return sum + std::ptrdiff_t(row) * m.rows + column + tile * kTileRows;
@@ -161,13 +163,7 @@ void accumulate_share(const Team& team, const Granules& weights, const Matrix& m
             m, tiles, x, 0, x.count,
             [&](int row, int tile) { return first ? f_zero() : load_some(place(row, tile), count(tile)); },
             [&](int row, int tile, F y) { store_some(place(row, tile), y, count(tile)); });
-    }
-}
-
-// The address of this thread's first tile.
-const std::uint8_t* first_tile(const Team& team, const Granules& weights, const Matrix& m, int rows) {
-    const Cuts cuts(m, rows);
-    return cuts.tiles_of(weights, m, team.share(cuts.per_granule).first).series.first;
+    });
 }
 
 bool out(Pool& pool, const OutOp& op) {
@@ -176,11 +172,13 @@ bool out(Pool& pool, const OutOp& op) {
     Scratch scratch = op.scratch;
     Input input;
     if (!input.plan(m, op.a, op.a_stride, weights.count, op.t, op.exact, scratch)) return false;
+    Pieces pieces(pool.threads());
     pool.run(cost_of(weights, bytes_of(m), op.t), [&](const Team& team) {
-        prefetch_run(first_tile(team, weights, m, input.chunk()));
-        for (int row0 = 0; row0 < op.t; row0 += input.chunk()) {
+        const Cuts cuts(m, input.chunk());
+        prefetch_run(cuts.tiles_of(weights, m, team.share(cuts.per_granule).first).series.first);
+        for (int row0 = 0, phase = 0; row0 < op.t; row0 += input.chunk()) {
             float* const sum = op.partial + std::ptrdiff_t(row0) * m.rows;
-            accumulate_share(team, weights, m, input.chunk_at(team, row0), sum, op.starts_sum);
+            accumulate_share(team, pieces, phase++, weights, m, input.chunk_at(team, row0), sum, op.starts_sum);
         }
     });
     return true;

@@ -58,21 +58,29 @@ bool qkv(Pool& pool, const QkvOp& op) {
     float* const kv_out[2] = {kv, kv + std::ptrdiff_t(t) * heads * e};
     float* const q_out = op.q + std::ptrdiff_t(a.lo) * group * e;
     const std::size_t bytes = bytes_of(shape.q) + bytes_of(shape.k) + bytes_of(shape.v);
+    Pieces pieces(pool.threads());
     pool.run(cost_of(weights, bytes, t), [&](const Team& team) {
         const Matrix* const blocks[3] = {&shape.q, &shape.k, &shape.v};
         const Cuts q_cuts(shape.q, input.chunk()), kv_cuts(shape.k, input.chunk());
         const int per_head = q_cuts.per_granule + 2 * kv_cuts.per_granule;
-        const auto [first, last] = team.share(weights.count * per_head);
-        prefetch_run(weights.data + std::size_t(first / per_head) * weights.stride + shape.q.offset);
-        for (int row0 = 0; row0 < t; row0 += input.chunk()) {
+        const int count = weights.count * per_head;
+        // 0: q, 1: k, 2: v.
+        const auto part_of = [&](int place) {
+            return place < q_cuts.per_granule ? 0 : place < q_cuts.per_granule + kv_cuts.per_granule ? 1 : 2;
+        };
+        const auto cut_of = [&](int place, int part) {
+            return part == 0 ? place : place - q_cuts.per_granule - (part - 1) * kv_cuts.per_granule;
+        };
+        const auto tiles_of = [&](int i) {
+            const int part = part_of(i % per_head), cut = cut_of(i % per_head, part);
+            const Cuts& cuts = part == 0 ? q_cuts : kv_cuts;
+            return cuts.tiles_of(weights, *blocks[part], i / per_head * cuts.per_granule + cut);
+        };
+        prefetch_run(tiles_of(team.share(count).first).series.first);
+        for (int row0 = 0, phase = 0; row0 < t; row0 += input.chunk()) {
             const Rows rows = input.chunk_at(team, row0);
-            for (int i = first; i < last; ++i) {
-                const int head = i / per_head, place = i % per_head;
-                // 0: q, 1: k, 2: v.
-                const int part = place < q_cuts.per_granule                         ? 0
-                                 : place < q_cuts.per_granule + kv_cuts.per_granule ? 1
-                                                                                    : 2;
-                const int cut = part == 0 ? place : place - q_cuts.per_granule - (part - 1) * kv_cuts.per_granule;
+            pieces.share(team, phase++, count, [&](int i, int next) {
+                const int head = i / per_head, part = part_of(i % per_head), cut = cut_of(i % per_head, part);
                 const Matrix& m = *blocks[part];
                 const Cuts& cuts = part == 0 ? q_cuts : kv_cuts;
                 const auto sink = [&](int row, int tile, F y) {
@@ -83,11 +91,10 @@ bool qkv(Pool& pool, const QkvOp& op) {
                     const int column = (cuts.tile(cut) + tile) * kTileRows;
                     store_some(to + column, y, m.rows - column);
                 };
-                Tiles tiles = cuts.tiles_of(weights, m, head * cuts.per_granule + cut);
-                // k follows q, and v follows k, in tiles of as many columns.
-                if (i + 1 < last) tiles.then = tiles.series.first + std::size_t(tiles.count) * m.tile_bytes();
+                Tiles tiles = tiles_of(i);
+                if (next >= 0) tiles.then = tiles_of(next).series.first;  // of as many columns
                 tile_rows(m, tiles, rows, 0, rows.count, nothing, sink);
-            }
+            });
         }
         team.barrier();
         if (shape.norms_all_heads) norm_all(team, op, kv_out[0], q_out);

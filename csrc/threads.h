@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,10 +21,12 @@ class Team {
     int size() const { return size_; }
     void barrier() const;
     // This thread's part [first, last) of [0, total). No result depends on which thread computes it.
-    std::pair<int, int> share(int total) const {
+    std::pair<int, int> share(int total) const { return share_of(id_, total); }
+    // That of another thread.
+    std::pair<int, int> share_of(int id, int total) const {
         const auto n = static_cast<std::int64_t>(size_);
-        return {static_cast<int>(total * static_cast<std::int64_t>(id_) / n),
-                static_cast<int>(total * (static_cast<std::int64_t>(id_) + 1) / n)};
+        return {static_cast<int>(total * static_cast<std::int64_t>(id) / n),
+                static_cast<int>(total * (static_cast<std::int64_t>(id) + 1) / n)};
     }
 
   private:
@@ -81,5 +84,44 @@ class Pool {
 inline void Team::barrier() const {
     if (size_ > 1) pool_.arrive();
 }
+
+// Pieces of a job, of which each thread has a part to begin with, in a row. A thread that has done its part takes
+// pieces of others' parts: so all are done at once, though another process holds one of the cores. While a thread is at
+// a piece it has taken its next one, and can fetch that one's bytes.
+class Pieces {
+  public:
+    explicit Pieces(int threads) : taken_(2 * std::size_t(threads)) {}
+
+    // Calls work(piece, next) for this thread's pieces of [0, count). `next` is -1 at its last. Its first piece is that
+    // of `team.share`. Phases are counted from 0, and between two of them all threads meet at a barrier.
+    template <class Work>
+    void share(const Team& team, int phase, int count, const Work& work) {
+        const auto of = [&](int id, int parity) -> std::atomic<int>& { return taken_[std::size_t(2 * id + parity)].n; };
+        of(team.id(), (phase + 1) % 2).store(0, std::memory_order_relaxed);
+        auto [first, last] = team.share(count);
+        int piece = first < last ? first : -1, left = team.size();  // parts that may have pieces left
+        std::atomic<int>* taken = &of(team.id(), phase % 2);
+        const auto take = [&] {
+            while (left > 0) {
+                const int next = first + 1 + taken->fetch_add(1, std::memory_order_relaxed);
+                if (next < last) return next;
+                const int id = (team.id() + team.size() - --left) % team.size();
+                std::tie(first, last) = team.share_of(id, count), taken = &of(id, phase % 2);
+            }
+            return -1;
+        };
+        for (piece = piece < 0 ? take() : piece; piece >= 0;) {
+            const int next = take();
+            work(piece, next);
+            piece = next;
+        }
+    }
+
+  private:
+    struct alignas(64) Taken {
+        std::atomic<int> n{0};  // beyond a part's first piece, which is its own thread's
+    };
+    std::vector<Taken> taken_;  // [threads][2]: of this phase and of the next one
+};
 
 }  // namespace penstock
