@@ -173,8 +173,8 @@ def _load(
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)
-        how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "queue": queue, "times": times}
-        how["follows"] = True
+        how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "follows": True}
+        how |= {"queue": queue, "times": times}
         reasons: tuple[str, ...] = ()
         if kept is not None:
             how["store"] = kept.store(engine, machine.exact)

@@ -203,6 +203,8 @@ class MachineSpec:
         for name in ("device_process_bytes", "context_bytes"):
             if not 0 <= getattr(self, name) < 2**63:
                 raise BadRequest(f"machine {self.name}: {name} {getattr(self, name)}")
+        if not 0 <= self.crowded <= 1:
+            raise BadRequest(f"machine {self.name}: crowded {self.crowded}, which is a share")
         names = [tier.name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise BadRequest(f"machine {self.name} names a tier twice")
