@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 
 def packed_model(
-    model: str, weights: str | None, machine: Machine, cache_limit: str | None = None, chat: bool = False
+    model: str,
+    weights: str | None,
+    machine: Machine,
+    cache_limit: str | None = None,
+    chat: bool = False,
+    unpacked: bool = False,
 ) -> Source:
     """The packed model of MODEL. A model of the Hub is downloaded first, and a checkpoint is packed into the cache; a
-    device that is not here is refused before that. `chat`: as for `resolve`. Raises BadRequest, and as `resolve`."""
+    device that is not here is refused before that. `chat`, `unpacked`: as for `resolve`. Raises BadRequest, and as
+    `resolve`."""
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
@@ -41,6 +47,7 @@ def packed_model(
             on_progress=tell,
             chat=chat,
             where=where(),
+            unpacked=unpacked,
         )
 
 
@@ -87,7 +94,8 @@ def loaded(
     family: str | None = None,
     prompt: Sequence[int] = (),
 ) -> Iterator[Engine]:
-    """Yields an engine with its weights in place, and closes it at the end. `record`: a trace of its passes.
+    """Yields an engine with its weights in place, and closes it at the end. If the model has no packed copy yet, that
+    is written before, unless what the caller does fails. `record`: a trace of its passes.
     `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as for
     `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
@@ -109,5 +117,7 @@ def loaded(
         engine.session.watchers.append(record.add)
     try:
         yield engine
+        with progress() as tell:
+            engine.write_copy(tell)
     finally:
         engine.close()

@@ -108,7 +108,9 @@ def run(
 
     with tracing(trace, f"penstock run {model}") as traced, writing(record, "--record", ANSWERS) as keep:
         text = "" if chatting else read_prompt(prompt)
-        source = packed_model(model, weights, machine, cache_limit, chat=not raw)
+        # A plan of a file, a chat that may stay for hours, and what tells of packed models go without this way.
+        unpacked = plan is None and not chatting and record is None
+        source = packed_model(model, weights, machine, cache_limit, chat=not raw, unpacked=unpacked)
         if keep is not None and not describe(source.folder, verify=not machine.no_verify)[0].is_routed:
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import atexit
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,17 @@ class Arenas:
     Memory of the host is in huge pages where the system grants them. `on_device(name, nbytes)` takes memory of the
     device for an arena; it returns the bytes if the host can see them, else None. All pages are taken before the first
     pass, and not at the first long prompt. `ahead`: a thread takes them while the caller goes on, in the order of the
-    plan's arenas, which begin with the weights; `settle` waits for it. Raises StorageFailed where the system refuses
-    memory, and what `on_device` raises."""
+    plan's arenas, which begin with the weights; `settle` waits for it. `written`: arenas whose pages are not taken, for
+    the processor writes each byte of them before the first pass. A thread that takes pages keeps those waiting who want
+    memory of the system, as whoever reads a checkpoint does. Raises StorageFailed where the system refuses memory, and
+    what `on_device` raises."""
 
     def __init__(
-        self, plan: Plan, on_device: Callable[[str, int], memoryview | None] | None = None, ahead: bool = False
+        self,
+        plan: Plan,
+        on_device: Callable[[str, int], memoryview | None] | None = None,
+        ahead: bool = False,
+        written: Collection[str] = (),
     ) -> None:
         self._memory: dict[str, _native.Memory] = {}
         self._bytes: dict[str, NDArray[np.uint8]] = {}
@@ -57,7 +63,7 @@ class Arenas:
             self._bytes[arena.name] = np.frombuffer(memoryview(memory), dtype=np.uint8)
         # Kept, for `ctypes.data` takes 1 µs a time.
         self._addresses = {name: array.ctypes.data for name, array in self._bytes.items()}
-        self._pages = _Pages(tuple(self._memory.values()))
+        self._pages = _Pages(tuple(memory for name, memory in self._memory.items() if name not in written))
         if ahead and self.nbytes > _AT_ONCE_BYTES:
             self._pages.begin()
         else:

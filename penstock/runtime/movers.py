@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,11 +228,19 @@ class DiskReader:
         return self.sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
 
 
-def waited_for(loads: Iterable[DiskLoad], ahead: int) -> Iterator[int]:
+class Load(Protocol):
+    """Granules on their way to memory."""
+
+    def wait(self) -> int:
+        """Waits until all bytes are there; returns how many there are."""
+        ...
+
+
+def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
     """Yields the bytes of each load as it is done, in order. `ahead`: how many more loads are begun before the first
     one is waited for, so that no disk idles. However this ends, no load is under way afterwards: none may write to
     memory that was given back. Raises StorageFailed, DamagedModel."""
-    begun: deque[DiskLoad] = deque()
+    begun: deque[Load] = deque()
     try:
         for load in loads:
             begun.append(load)

@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from penstock.store.identity import Stamp, find_same, stamps, unchanged
 from penstock.store.locks import FolderLock
 from penstock.store.own import own_format
 from penstock.store.pack import pack
-from penstock.store.writer import Waiting, free_bytes
+from penstock.store.unpacked import Unpacked
+from penstock.store.writer import Fill, Waiting, Writing, free_bytes, partial_of
 from penstock.units import format_bytes
 
 # Another process may remove a copy between two looks at it. Where that happens so often in a row, something else is
@@ -52,9 +53,22 @@ class Cached:
     def hold(self) -> tuple[Path, FolderLock]:
         """The copy's folder, and the lock that keeps it there. The copy is whole as far as can be told without reading
         its weights. Raises as `pack`."""
+        held = self._hold(self._make)
+        assert not isinstance(held, Unpacked)
+        return held
+
+    def hold_or_open(self) -> tuple[Path, FolderLock] | Unpacked:
+        """As `hold`, but where there is no copy yet the checkpoint itself, to be loaded without one, if nothing stands
+        in the way of writing the copy later by `write`."""
+        return self._hold(lambda now: self._open(now) or self._make(now))
+
+    def _hold(self, make: Callable[[dict[str, Stamp]], Path | Unpacked]) -> tuple[Path, FolderLock] | Unpacked:
+        """`make`: called with the files' stamps where there is no copy."""
         for _ in range(_TRIES):
             now = stamps(self.checkpoint)
-            folder = self._known_as_own(now) or self._find(now) or self._make(now)
+            folder = self._known_as_own(now) or self._find(now) or make(now)
+            if isinstance(folder, Unpacked):
+                return folder
             lock = copies.hold(folder)
             if lock is None:
                 continue
@@ -121,11 +135,56 @@ class Cached:
 
     def _make(self, now: dict[str, Stamp]) -> Path:
         """Packs the checkpoint into the cache, unless another process has done so. `now`: its files' stamps."""
-        folder = self.models / copies.copy_name(self.name, now, self._format.name)
+        folder = self._place(now, self._format)
         if os.path.lexists(folder):
             if copies.read_record(folder) is not None:
                 return folder  # another process has made it just now
             self._drop(folder, None, "it has no record")
+        return pack(
+            self.checkpoint,
+            folder,
+            self._format,
+            self._progress("packing {}"),
+            check=self._check,
+            waiting=self._waiting(folder),
+            writing=self._writing(folder, now, self._format),
+        )
+
+    def _open(self, now: dict[str, Stamp]) -> Unpacked | None:
+        """The checkpoint, open to be loaded, with room in the cache for its copy. None where the copy was begun, or is
+        being written, or cannot be written as things are: packing then goes on with it, waits, or says what is wrong.
+        Raises as `pack`."""
+        folder = self._place(now, self._format)
+        if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
+            return None
+        with ExitStack() as opened:
+            unpacked = Unpacked.open(self.checkpoint, self._format, now, self._check)
+            opened.callback(unpacked.close)
+            if self.limit_bytes is not None:
+                self._clear(self.limit_bytes, unpacked.copy_bytes)
+            if not _has_room(self.models, unpacked.copy_bytes):
+                return None
+            opened.pop_all()
+        return unpacked
+
+    def write(self, unpacked: Unpacked, fill: Fill) -> Path:
+        """Writes the copy of a checkpoint that was loaded without one, unless another process has made it meanwhile,
+        and returns its folder. `fill`: gives the granules. Raises as `pack`, and BrokenModel where the checkpoint
+        changed."""
+        fmt = unpacked.job.weights
+        folder = self._place(unpacked.stamps, fmt)
+        if copies.read_record(folder) is not None:
+            return folder
+        waiting, writing = self._waiting(folder), self._writing(folder, unpacked.stamps, fmt)
+        telling = self._progress("writing the packed copy, {}")
+        return unpacked.job.write(folder, fill, telling, waiting=waiting, writing=writing)
+
+    def _place(self, now: dict[str, Stamp], fmt: Format) -> Path:
+        """The folder of the copy that is to be made."""
+        return self.models / copies.copy_name(self.name, now, fmt.name)
+
+    def _writing(self, folder: Path, now: dict[str, Stamp], fmt: Format) -> Writing:
+        """What goes on around the writing of a copy. `now`: the stamps of what it is made from."""
 
         @contextmanager
         def writing(aside: Path, missing_bytes: int) -> Iterator[None]:
@@ -135,15 +194,13 @@ class Cached:
             self._say(f"writes {format_bytes(missing_bytes)} to {folder}, {free} free")
             yield
             then = stamps(self.checkpoint)
-            if then != now and find_same(self.checkpoint, self._format, {aside: unchanged(now, then)}) is None:
+            if then != now and find_same(self.checkpoint, fmt, {aside: unchanged(now, then)}) is None:
                 shutil.rmtree(aside)
                 raise BrokenModel(f"{self.checkpoint} changed while it was packed: run the command again")
             origin = Origin(str(self.checkpoint), then, self.weights is None)
-            copies.write_record(aside, Record(self._format.name, (origin,)))
+            copies.write_record(aside, Record(fmt.name, (origin,)))
 
-        packing = self._progress("packing {}")
-        waiting = self._waiting(folder)
-        return pack(self.checkpoint, folder, self._format, packing, check=self._check, waiting=waiting, writing=writing)
+        return writing
 
     def _check(self, folder: Path) -> None:
         check_text_files(folder, chat=self.chat, within_bytes=self.within_bytes)
@@ -191,6 +248,12 @@ class Cached:
             self.tell(text, 0, 0)
         elif loud:
             warnings.warn(text, stacklevel=2)
+
+
+def _has_room(models: Path, nbytes: int) -> bool:
+    """Whether so many bytes may be written to a folder, which may not be there yet."""
+    there = next(folder for folder in (models, *models.parents) if folder.exists())
+    return os.access(there, os.W_OK | os.X_OK) and nbytes <= free_bytes(there)
 
 
 def _known(record: Record, now: dict[str, Stamp]) -> frozenset[str]:

@@ -24,7 +24,7 @@ from penstock.serve.generation import Generation
 from penstock.serve.guides import Guide, Guides, memory_left
 from penstock.serve.history import error_band, note_run
 from penstock.serve.kept import common
-from penstock.serve.loading import Loading, Planned, plan_here
+from penstock.serve.loading import Loading, Planned, plan_here, to_load_unpacked
 from penstock.serve.renewal import Renewed, renewed
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
@@ -37,6 +37,8 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import Packed, open_packed
 from penstock.store.pooling import of_packed
 from penstock.store.predictors import with_predictors
+from penstock.store.unpacked import Unpacked
+from penstock.store.writer import Fill
 
 if TYPE_CHECKING:
     from penstock.serve.source import Source
@@ -51,11 +53,12 @@ class Engine:
     open stream gets BadRequest from every other call, until that stream is read to its end, closed or collected.
     """
 
-    def __init__(self, packed: Packed, planned: Planned, session: Session) -> None:
+    def __init__(self, packed: Packed, planned: Planned, session: Session, why: tuple[str, ...] = ()) -> None:
+        """`why`: more reasons."""
         self.packed, self.session, self.ask, self.machine = packed, session, planned.ask, planned.chosen.machine
         self.lately = planned.lately
         device = session.device
-        reasons = (*planned.solved.reasons, session.kernels, *planned.device_reasons(device))
+        reasons = (*planned.solved.reasons, session.kernels, *planned.device_reasons(device), *why)
         self.solved = replace(planned.solved, reasons=reasons)
         self.plan, self.prediction = planned.plan, planned.solved.prediction
         self.notes = planned.notes(device)
@@ -77,8 +80,14 @@ class Engine:
     def open(cls, source: Source, ask: Ask, how: Loading, on_progress: Progress | None = None) -> Engine:
         """Loads the model that `serve.source.resolve` found, and holds it until `close`. A copy in the cache that
         loading finds damaged is packed again and loaded. One that a pass finds damaged is packed again when it is next
-        opened. Raises as `load`."""
+        opened. A checkpoint without a copy is loaded as it is where its weights stay in RAM, for `write_copy`; else it
+        is packed first. Raises as `load`."""
         how = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
+        if source.to_write is not None:
+            engine = cls._load_unpacked(source, source.to_write, ask, how, on_progress)
+            if engine is not None:
+                return engine
+            source = source.packed()
         try:
             engine = cls.load(source.folder, ask, how, on_progress)
         except DamagedModel as error:
@@ -95,15 +104,49 @@ class Engine:
         packed = open_packed(folder, how.verify)
         if (ask.sparsity if how.plan is None else how.plan.sparsity) == "predict":
             packed = with_predictors(packed)
-        planned = plan_here(ask, packed, how, on_progress)
-        first = first_pass(planned.plan, how.prompt) if how.prompt else None
+        return cls._loaded(packed, plan_here(ask, packed, how, on_progress), on_progress)
+
+    @classmethod
+    def _load_unpacked(
+        cls, source: Source, unpacked: Unpacked, ask: Ask, how: Loading, on_progress: Progress | None
+    ) -> Engine | None:
+        """Loads a checkpoint without a copy. None where that is no way, which `on_progress` is told."""
+        planned = plan_here(ask, unpacked.model, how, on_progress)
+        within, why_not = to_load_unpacked(planned, unpacked.reading_bytes)
+        if within is None:
+            if on_progress is not None:
+                on_progress(why_not, 0, 0)
+            return None
+        why = ("weights come from the checkpoint itself, which has no packed copy yet: it is written after that",)
+        engine = cls._loaded(unpacked.model, within, on_progress, unpacked.fill, why)
+        unpacked.forget()
+        engine._source = source
+        return engine
+
+    @classmethod
+    def _loaded(
+        cls, packed: Packed, planned: Planned, on_progress: Progress | None, fill: Fill | None = None,
+        why: tuple[str, ...] = (),
+    ) -> Engine:  # fmt: skip
+        """Loads what was planned. `fill`: as for `Session`."""
+        how, plan = planned.how, planned.plan
+        first = first_pass(plan, how.prompt) if how.prompt else None
         device = planned.open_device()
         planned.require_free()
-        kv_folder = how.cache_folder if DISK.tier in planned.plan.tier_bytes() else None
+        kv_folder = how.cache_folder if DISK.tier in plan.tier_bytes() else None
         session = Session(
-            packed, planned.plan, how, kv_folder=kv_folder, device=device, on_progress=on_progress, first=first
+            packed, plan, how, kv_folder=kv_folder, device=device, on_progress=on_progress, first=first, fill=fill
         )
-        return cls(packed, planned, session)
+        return cls(packed, planned, session, why)
+
+    def write_copy(self, on_progress: Progress | None = None) -> None:
+        """Writes the packed copy of a checkpoint that was loaded without one, out of memory. Does nothing where there
+        is one. A call that is broken off leaves no copy. Raises StorageFailed; BrokenModel where the checkpoint has
+        changed."""
+        source = self._source
+        if source is not None and source.to_write is not None:
+            with self._turns.turn():
+                source.write(self.session.loaded_granules(), on_progress)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -18,6 +18,7 @@ from penstock.runtime import host
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import ChosenDevice, choose
 from penstock.runtime.host import Progress
+from penstock.runtime.made import stays_here
 from penstock.runtime.probe import load_or_probe, machine_file
 from penstock.serve.lately import Lately, as_runs_show
 from penstock.serve.planning import default_cache, firing_of, routers_of
@@ -164,6 +165,21 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
         assert how.plan is not None
         solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
     return Planned(ask, how, solved, chosen, file, shown, trace, context_told)
+
+
+def to_load_unpacked(planned: Planned, reading_bytes: int) -> tuple[Planned | None, str]:
+    """What is planned for a packed model, with what a checkpoint takes that is loaded without one: `reading_bytes` more
+    while it is read. Or None, and why it has to be packed first."""
+    plan, machine = planned.plan, planned.chosen.machine
+    if not stays_here(plan):
+        return None, "packs the checkpoint first: not all of its weights stay in RAM"
+    within = replace(plan, process_bytes=plan.process_bytes + round_up(reading_bytes, MIB))
+    need, limit = within.tier_bytes()[HOST], planned.ask.host_memory_bytes
+    have = min(host.available_bytes(), machine.tier(HOST).bytes if limit is None else limit)
+    if need > have:
+        took = f"it takes {format_bytes(need)} to load it as it is, and {format_bytes(have)} are there"
+        return None, f"packs the checkpoint first: {took}"
+    return replace(planned, solved=replace(planned.solved, plan=within)), ""
 
 
 def _solved(

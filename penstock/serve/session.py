@@ -31,6 +31,7 @@ from penstock.runtime.first_loads import load_weights
 from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.kv_pages import KvPages
+from penstock.runtime.made import copied
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.open_passes import OpenPassRunner, open_lowering
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
@@ -40,6 +41,7 @@ from penstock.serve.traffic import Traffic
 from penstock.spec.places import DISK, HOST, Lane
 from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
+from penstock.store.writer import Fill
 
 _CLOSED = "this model was closed: load it again"
 # Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
@@ -75,8 +77,9 @@ class Session:
 
     `kv_folder`: for KV that the plan keeps on a disk; None for the model's folder. `device`: for a plan that computes
     on a device; the session closes it. `first`: a pass that is likely to be stepped first, and the token ids of its
-    batches. Where all weights stay in RAM it is begun while they are loaded, and `step` does what is left of it. The
-    attribute `kernels` says which kernels were taken, and why.
+    batches. Where all weights stay in RAM it is begun while they are loaded, and `step` does what is left of it.
+    `fill`: makes the weights of a checkpoint, for a `packed` without files and a plan that `stays_here`. The attribute
+    `kernels` says which kernels were taken, and why.
 
     Raises BadRequest where the plan is for another model, or needs a device and there is none; StorageFailed,
     DamagedModel, BrokenModel (predictors that are not finite), DoesNotFit and DeviceFailed while loading.
@@ -92,6 +95,7 @@ class Session:
         device: Device | None = None,
         on_progress: Progress | None = None,
         first: FirstPass | None = None,
+        fill: Fill | None = None,
     ) -> None:
         _require_match(packed, plan, device)
         self.plan, self.device, self._how, self._closed = plan, device, how, False
@@ -114,18 +118,19 @@ class Session:
         self.was_ahead = False  # whether the last pass was begun while weights were loaded
         self.consumed_bytes = 0  # that the last pass took from slower tiers: through its rings, embedding rows and KV
         with ExitStack() as opened:  # if loading fails half-way, everything is given back
-            self._open_memory(packed, kv_folder, opened)
+            self._open_memory(packed, kv_folder, opened, () if fill is None else (f"{HOST}.weights",))
             self._open_lanes(packed, opened)
             self._first, self._ahead = first, self._begun_ahead(first)
-            self._load_weights(packed, on_progress)
+            self._load_weights(packed, on_progress, fill)
             self._opened = opened.pop_all()
 
-    def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack) -> None:
-        """Opens the files of weights, allocates the arenas, and makes the file of KV on a disk."""
+    def _open_memory(self, packed: Packed, kv_folder: Path | None, opened: ExitStack, written: Sequence[str]) -> None:
+        """Opens the files of weights, allocates the arenas, and makes the file of KV on a disk. `written`: as for
+        `Arenas`."""
         plan, device = self.plan, self.device
         if device is not None:
             opened.callback(device.close)
-        self._arenas = Arenas(plan, device.allocate if device is not None else None, ahead=True)
+        self._arenas = Arenas(plan, device.allocate if device is not None else None, True, written)
         opened.callback(self._arenas.close)
         # After the arenas, so that it is closed before them: Ctrl-C may leave a load under way that no task knows of.
         self.reader = DiskReader(packed, plan.io_block_bytes, plan.io_depth, plan.io_engine)
@@ -281,6 +286,11 @@ class Session:
             moved[DISK.writes] = self.kv_file.bytes_written
         return moved
 
+    def loaded_granules(self) -> Fill:
+        """Gives the granules that stay in RAM as they are packed, while the session is open. Of a plan that
+        `stays_here`."""
+        return copied(self.plan, self.lowering.layout, self._arenas)
+
     def reread(self, seconds: float) -> tuple[Read, Read]:
         """Times the disk and the RAM, in this order. Loads the weights that a decode pass streams, for about so many
         `seconds`, and reads the weights that stay in RAM, for some 20 ms. Rings and caches lose what they hold. Raises
@@ -358,10 +368,10 @@ class Session:
         self._executor.catch_up()
         return self.hearing.answer(call)
 
-    def _load_weights(self, packed: Packed, on_progress: Progress | None) -> None:
+    def _load_weights(self, packed: Packed, on_progress: Progress | None, fill: Fill | None) -> None:
         layout, arenas, device = self.lowering.layout, self._arenas, self.device
         with nullcontext() if self._ahead is None else self._ahead.following() as arrived:
-            loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress, arrived)
+            loaded = load_weights(self.plan, layout, packed, self.reader, arenas, device, on_progress, arrived, fill)
         self.loaded_bytes, self.loading = loaded  # the second: of those loads that did not wait for memory
         self._arenas.settle()
         self.pages_s, self.ready_s = self._arenas.taking_s or 0.0, time.perf_counter() - self._origin_s

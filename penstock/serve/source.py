@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import BadRequest, DamagedModel
@@ -18,18 +18,40 @@ from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
 from penstock.store.packed import is_packed, read_config, read_manifest
+from penstock.store.unpacked import Unpacked
+from penstock.store.writer import Fill
 
 
 @dataclass(frozen=True)
 class Source:
     """A packed model to load, which `lock` keeps in its place until `close`. `cached`: how to make it again; None where
     the user named a packed model, which is the user's own. `beside_bytes`: memory that this process has taken to
-    download it."""
+    download it. `unpacked`: the checkpoint to load from, where there was no copy; `lock` is None then, and `folder` has
+    the small files. Others may read these until `close`, also where the checkpoint had to be packed first."""
 
     folder: Path
     lock: FolderLock | None
     cached: Cached | None = None
     beside_bytes: int = 0
+    unpacked: Unpacked | None = None
+
+    def packed(self) -> Source:
+        """Packs the checkpoint that was to be loaded without a copy. Raises as `resolve`."""
+        assert self.cached is not None and self.unpacked is not None
+        self.unpacked.end_reading()
+        folder, lock = self.cached.hold()
+        return replace(self, folder=folder, lock=lock)
+
+    @property
+    def to_write(self) -> Unpacked | None:
+        """The checkpoint that is, or will be, loaded without a copy."""
+        return self.unpacked if self.lock is None else None
+
+    def write(self, fill: Fill, tell: Progress | None) -> None:
+        """Writes the copy of the checkpoint that was loaded without one. `fill`: gives its granules. `tell`: gets
+        progress and news. Raises as `resolve`."""
+        assert self.cached is not None and self.unpacked is not None
+        replace(self.cached, tell=tell).write(self.unpacked, fill)
 
     def again(self, error: DamagedModel) -> Source:
         """Packs the model once more, in place of this copy, which loading has shown to be damaged. Raises `error` where
@@ -37,7 +59,7 @@ class Source:
         if self.cached is None or self.lock is None:
             raise error
         folder, lock = self.cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
-        return Source(folder, lock, self.cached)
+        return replace(self, folder=folder, lock=lock)
 
     def mark_damaged(self, error: DamagedModel) -> DamagedModel:
         """Notes that a pass has met `error`, so that a copy in the cache is packed again when it is next wanted.
@@ -53,6 +75,8 @@ class Source:
         """Lets other processes remove the packed model."""
         if self.lock is not None:
             self.lock.close()
+        if self.unpacked is not None:
+            self.unpacked.close()
 
 
 def resolve(
@@ -66,6 +90,7 @@ def resolve(
     on_progress: Progress | None = None,
     chat: bool = False,
     where: Where | None = None,
+    unpacked: bool = False,
 ) -> Source:
     """The packed model of `model`. A checkpoint is packed into `cache` the first time, and found there later.
 
@@ -73,7 +98,7 @@ def resolve(
     that is tried before the packing is held to. `cache_limit_bytes`: the most bytes of all copies in the cache;
     those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
     checksums. `chat`: whether the chat template is parsed before the model is packed. `where`: places to look for it
-    besides paths.
+    besides paths. `unpacked`: a checkpoint that has no copy may be given as it is, to be loaded and packed after that.
 
     Raises BadRequest where `model` is no model; UnsupportedModel or BrokenModel where it cannot be packed;
     StorageFailed.
@@ -103,7 +128,10 @@ def resolve(
     models = cache.absolute() / copies.MODELS
     kept = host_memory_bytes, cache_limit_bytes
     cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress)
-    folder, lock = cached.hold()
+    held = cached.hold_or_open() if unpacked else cached.hold()
+    if isinstance(held, Unpacked):
+        return Source(held.model.folder, None, cached, located.beside_bytes, held)
+    folder, lock = held
     return Source(folder, lock, cached, located.beside_bytes)
 
 

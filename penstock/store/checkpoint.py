@@ -21,7 +21,7 @@ from penstock.models.hf.quantization import CODES, KEY, quantization_of
 from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
 from penstock.store.blocks import format_of, row_bytes
-from penstock.store.direct import huge_memory
+from penstock.store.direct import Recycled
 from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
@@ -63,6 +63,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     gguf: Gguf | None = None
     pieces: dict[str, Pieces] = field(default_factory=dict)
+    _memory: Recycled = field(default_factory=Recycled, repr=False)
     _fds: dict[Path, int] = field(default_factory=dict, repr=False)
     _cached: dict[tuple[str, int | None], npt.NDArray[Any]] = field(default_factory=dict, repr=False)
     _turned: dict[str, _Turned] = field(default_factory=dict, repr=False)
@@ -96,9 +97,10 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and lets go of the tensors that are kept. Later reads open the files again."""
+        """Closes the files and gives back the memory of what was read. Later reads open the files again."""
         self._cached.clear()
         self._turned.clear()
+        self._memory.forget()
         while self._fds:
             fd = self._fds.popitem()[1]
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -248,7 +250,7 @@ class Checkpoint:
     def _pread(self, tensor: TensorInfo, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """uint8 [nbytes]. Direct reads take whole pages, so some bytes around are read too."""
         first, end = offset // PAGE_BYTES * PAGE_BYTES, round_up(offset + nbytes, PAGE_BYTES)
-        memory = _page_memory(end - first)
+        memory = self._page_memory(end - first)
         with storage_errors("read", tensor.file):
             fd = self._fd(tensor.file)
             was_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)  # another thread may clear it meanwhile
@@ -267,6 +269,14 @@ class Checkpoint:
             begin = max(0, first - _FOLIO_BYTES)
             os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
         return memory[offset - first :][:nbytes]
+
+    def _page_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory, uint8 [nbytes], that begins with a page. A small read does not take 2 MiB, which the kernel
+        clears."""
+        if nbytes >= _HUGE_BYTES:
+            return self._memory.take(nbytes)
+        memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+        return memory[-memory.ctypes.data % PAGE_BYTES :][:nbytes]
 
     def _bytes(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Rows start..stop of a tensor as they lie, uint8 [rows, bytes]."""
@@ -313,14 +323,6 @@ def _runs(numbers: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Begin and end of each run of successive numbers."""
     breaks = (np.flatnonzero(np.diff(numbers) > 1) + 1).tolist()
     return list(zip([0, *breaks], [*breaks, len(numbers)], strict=True))
-
-
-def _page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory, uint8 [nbytes], that begins with a page. A small read does not take 2 MiB, which the kernel clears."""
-    if nbytes >= _HUGE_BYTES:
-        return huge_memory(nbytes)
-    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
-    return memory[-memory.ctypes.data % PAGE_BYTES :][:nbytes]
 
 
 def _bypass_cache(fd: int, direct: bool) -> None:

@@ -45,7 +45,7 @@ from penstock.store.quantize import encode, encode_rows, require_own, widen
 from penstock.store.sources import moved_neurons, sources_in
 from penstock.store.unused import check_unused
 from penstock.store.verify import verify
-from penstock.store.writer import SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
+from penstock.store.writer import NOTHING, SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
 
 __all__ = ["COPIED", "pack", "verify"]
 
@@ -84,13 +84,8 @@ def pack(
         if check is not None:
             with job.text_folder() as folder:
                 check(folder)
-        orders = tuple(NeuronOrder.of(layer, order) for layer, order in job.orders.items())
-        fingerprint = {"weights": job.weights.name, "source": _stamp(job.checkpoint, job.extras)}
-        fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
         beside = {} if profile is None else file_of(profile)
-        how = (progress, shard_bytes, spread, waiting, writing, orders, beside)
-        write_packed(dst, job.parts, job.weights, fingerprint, job.filler(pool), job.extras, *how)
-    return dst
+        return job.write(dst, job.filler(pool), progress, shard_bytes, spread, waiting, writing, beside)
 
 
 @contextmanager
@@ -224,10 +219,11 @@ class Packing:
         return {file.name for name in names for file in self.checkpoint.files_of(name)}
 
     @contextmanager
-    def text_folder(self) -> Iterator[Path]:
+    def text_folder(self, apart: bool = False) -> Iterator[Path]:
         """A folder with the small files: the checkpoint's own, or where a GGUF file stands for them one that is removed
-        again. What it raises names the GGUF file instead of that folder."""
-        if self.checkpoint.gguf is None:
+        again. `apart`: always such a one, with the very files of the packed model. What is raised meanwhile names the
+        checkpoint instead of that folder."""
+        if self.checkpoint.gguf is None and not apart:
             yield self.checkpoint.folder
             return
         with ExitStack() as stack:
@@ -241,8 +237,28 @@ class Packing:
                 message = error.message.replace(made, str(self.checkpoint.folder))
                 raise type(error)(message, **error.numbers) from None
 
+    def write(
+        self,
+        dst: Path,
+        fill: Fill,
+        progress: Progress | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        spread: Path | None = None,
+        waiting: Waiting | None = None,
+        writing: Writing | None = None,
+        beside: Mapping[str, bytes] = NOTHING,
+    ) -> Path:
+        """Writes the packed model `dst`, whose granules `fill` gives, and returns `dst`. `beside`: as for
+        `write_packed`; the others as for `pack`. Raises as `write_packed`."""
+        orders = tuple(NeuronOrder.of(layer, order) for layer, order in self.orders.items())
+        fingerprint = {"weights": self.weights.name, "source": _stamp(self.checkpoint, self.extras)}
+        fingerprint |= {"orders": codec.to_json(orders)} if orders else {}
+        how = (progress, shard_bytes, spread, waiting, writing, orders, beside)
+        return write_packed(dst, self.parts, self.weights, fingerprint, fill, self.extras, *how)
+
     def filler(self, pool: ThreadPoolExecutor) -> Fill:
-        """The `Fill` that `write_packed` wants. Jobs of the pool are runs of a block's granules."""
+        """Makes granules out of the checkpoint, wherever they are wanted. Jobs of the pool are runs of a block's
+        granules."""
 
         def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> Callable[[], None]:
             granules = out.reshape(hi - lo, part.granule_bytes)

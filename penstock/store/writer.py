@@ -56,7 +56,7 @@ Waiting = Callable[[int, int], None]
 Writing = Callable[[Path, int], AbstractContextManager[None]]
 
 _POLL_S = 0.2
-_NOTHING: Mapping[str, bytes] = MappingProxyType({})
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 # One stage is written while the others are filled: what reads a checkpoint begins with the next ranges early enough.
 _STAGES = 4
 
@@ -74,7 +74,7 @@ def write_packed(
     waiting: Waiting | None = None,
     writing: Writing | None = None,
     orders: tuple[NeuronOrder, ...] = (),
-    beside: Mapping[str, bytes] = _NOTHING,
+    beside: Mapping[str, bytes] = NOTHING,
 ) -> Path:
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name. `orders`: as
     in `Manifest`. `beside`: small files that are there as soon as `dst` is, but are none of the manifest's: they may be
@@ -98,7 +98,7 @@ def write_packed(
         fingerprint = {**fingerprint, "spread": str(spread)}
         shards, on_second = manifests.spread_shards(parts, shard_bytes)
     state = {"fingerprint": {**fingerprint, "format": manifests.VERSION, "shard_bytes": shard_bytes}, "shards": {}}
-    partial = dst.with_name(dst.name + ".partial")
+    partial = partial_of(dst)
     second = _Second(spread, on_second)
     watch = None if waiting is None else _watch(waiting, partial, sum(shard.nbytes for shard in shards))
     with storage_errors("write", partial), _locked(dst, partial, watch) as ours:
@@ -130,6 +130,11 @@ def write_packed(
                 raise _disk_full(partial, left, bool(done)) from None
             raise
     return dst
+
+
+def partial_of(dst: Path) -> Path:
+    """The folder in which `dst` is made."""
+    return dst.with_name(dst.name + ".partial")
 
 
 class _Second:
