@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,10 @@ class BatchTables:
         # int32 [sequences, most_pages], and int32 [sequences, 3]: the first entry there, start, rows.
         self._pages = np.zeros((sequences, most_pages), np.int32)
         self._sequences = np.array([(i * most_pages, 0, 0) for i in range(sequences)], np.int32)
-        self._chosen = np.empty(logits, np.int32)
+        self._chosen = np.empty(logits, np.int32)  # the rows whose logits are wanted
+        # The addresses of these tables. `pages_address`: of each sequence's pages, in the order of its positions.
+        self.counts_address, self.sequences_address = _address(self._counts), _address(self._sequences)
+        self.pages_address, self.chosen_address = _address(self._pages), _address(self._chosen)
         self._filled: tuple[int, ...] = ()  # sequences whose consecutive pages the table holds
         # Layers whose frequencies are the same array share cos and sin, float32 [rows, dims / 2].
         self._frequencies: dict[int, tuple[Float32, float]] = {}
@@ -56,26 +60,6 @@ class BatchTables:
             cos, sin = self._turns[key]
             cos[:rows], sin[:rows] = rope.tables(*frequencies, row_positions)
 
-    @property
-    def counts_address(self) -> int:
-        """The address of int32 [3]: how many rows, rows with logits and sequences the batch has."""
-        return int(self._counts.ctypes.data)
-
-    @property
-    def sequences_address(self) -> int:
-        """The address of int32 [sequences, 3]: first entry in the pages, start, rows of each sequence."""
-        return int(self._sequences.ctypes.data)
-
-    @property
-    def pages_address(self) -> int:
-        """The address of int32 [sequences, most_pages]: the pages of each sequence, in the order of its positions."""
-        return int(self._pages.ctypes.data)
-
-    @property
-    def chosen_address(self) -> int:
-        """The address of int32 [n]: the rows whose logits are wanted."""
-        return int(self._chosen.ctypes.data)
-
     def turn_addresses(self, layer: int) -> tuple[int, int]:
         """The addresses of a layer's cosines and sines, float32 [T, dims / 2] each; 0 where the layer does not
         rotate."""
@@ -83,7 +67,7 @@ class BatchTables:
         if key is None:
             return 0, 0
         cos, sin = self._turns[key]
-        return int(cos.ctypes.data), int(sin.ctypes.data)
+        return _address(cos), _address(sin)
 
 
 def positions(batch: Batch) -> NDArray[np.int64]:
@@ -91,3 +75,7 @@ def positions(batch: Batch) -> NDArray[np.int64]:
     if len(batch.rows) == 1:
         return np.arange(batch.start[0], batch.start[0] + batch.rows[0])
     return np.concatenate([np.arange(s, s + n) for s, n in zip(batch.start, batch.rows, strict=True)])
+
+
+def _address(table: NDArray[Any]) -> int:
+    return int(table.ctypes.data)

@@ -45,12 +45,12 @@ class TensorSource(NamedTuple):
     offset: int
     stacked: bool = False
     stride: int = 0
-    interleaved: int = 0
-    added: float = 0.0
     step: int = 1
     turned: bool = False
     folded: int = 0
     order: bool = False
+    interleaved: int = 0
+    added: float = 0.0
 
     def of_expert(self, expert: int) -> str:
         """The name of the tensor that an expert's block stands in."""

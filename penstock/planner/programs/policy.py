@@ -146,7 +146,7 @@ class Solution:
     lanes_s: float
 
     @property
-    def objective(self) -> float:
+    def minimised_s(self) -> float:
         """What the program minimises."""
         return self.seconds + _IN_SHADOW * self.lanes_s
 

@@ -41,7 +41,7 @@ class EmulatedDevice:
         self._limit_bytes, self._link_bytes_per_s = limit_bytes, link_bytes_per_s
         self._jitter_s, self._random = jitter_s, random.Random(seed)
         self._memory: dict[str, _native.Memory] = {}
-        self._taken_bytes = 0
+        self.borrowed_bytes = 0
         self._lanes: dict[str, LaneThread] = {}
         self._binding: Binding | None = None
 
@@ -50,15 +50,11 @@ class EmulatedDevice:
 
     @property
     def peak_bytes(self) -> int:
-        return self._taken_bytes
-
-    @property
-    def borrowed_bytes(self) -> int:
-        return self._taken_bytes
+        return self.borrowed_bytes
 
     def allocate(self, arena: str, nbytes: int) -> memoryview:
         """Memory of the device. Raises DoesNotFit beyond its limit."""
-        need_bytes = self._taken_bytes + nbytes
+        need_bytes = self.borrowed_bytes + nbytes
         if need_bytes > self._limit_bytes:
             raise DoesNotFit(
                 f"device memory of {format_bytes(self._limit_bytes)} is too little: with {arena} it would be"
@@ -71,7 +67,7 @@ class EmulatedDevice:
         memory = _native.Memory(nbytes, True)
         memory.populate()
         self._memory[arena] = memory
-        self._taken_bytes += nbytes
+        self.borrowed_bytes += nbytes
         return memoryview(memory)
 
     def upload(self, target: Slot, source: NDArray[np.uint8]) -> Underway:

@@ -19,27 +19,26 @@ _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True)
-class Said:
+class _Piece:
+    """A piece of an answer. Its class says what the text is."""
+
     text: str
 
 
-@dataclass(frozen=True)
-class Thought:
-    text: str
+class Said(_Piece):
+    """For the reader."""
 
 
-@dataclass(frozen=True)
-class CallBegun:
-    """A call of the tool `name`; its arguments follow."""
-
-    name: str
+class Thought(_Piece):
+    """From the model's thoughts."""
 
 
-@dataclass(frozen=True)
-class CallMore:
-    """More of the arguments, which are JSON, of the last call that has begun."""
+class CallBegun(_Piece):
+    """The name of a tool, whose call begins. The arguments follow."""
 
-    arguments: str
+
+class CallMore(_Piece):
+    """More of the arguments of the call that began last. Together they are JSON."""
 
 
 @dataclass

@@ -136,7 +136,7 @@ def place(terms: Terms, mode: Mode, better_than_s: float = inf) -> BestPolicy | 
         return None
     near = whole_layers(shape.problem.layers, relaxed.policy.kv, shape.moved_tier)
     options = (lp.solve(program, kv) for kv in near if all(map(le, map(bool, kv), mode.kv)))
-    best = min((each for each in options if each is not None), key=lambda each: each.objective, default=None)
+    best = min((each for each in options if each is not None), key=lambda each: each.minimised_s, default=None)
     return BestPolicy(shape, best) if best is not None and best.seconds < below_s else None
 
 
