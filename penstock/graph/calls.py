@@ -94,6 +94,20 @@ class Calls:
         device = target if source == HOST else source
         self.add(device, ops.Copy(from_slot, to_slot, name), -1, batch, "*", (from_slot.nbytes, 0))
 
+    def norm(
+        self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]
+    ) -> None:  # fmt: skip
+        """Adds a norm of these rows of x on the main executor, in which they come to h, float32 [rows, D]. `norms`: the
+        part with the norm's weights. Where the model has no such norm, the op copies x to h: so every block reads h."""
+        if not len(rows):
+            return
+        main, spec = self.plan.main, self.plan.target.spec
+        x = self.rows(main, batch, "x")
+        wide = max(spec.d_model, spec.d_embed) if norms == "edges" else spec.d_model
+        h = self.layout.act(main, batch.id, "h", 4 * len(rows) * wide)
+        norm = ops.Norm(self.whole(norms), x, h, self.scratch(main), which=which, layer=layer)
+        self.add(main, norm, -1, batch, "*", ops.rows_cost(spec, len(rows), 2))
+
     def order(self, executor: Executor, batch: Batch, layer: int, which: str, rows: Slot) -> None:
         """Brings the columns of `rows`, float32 [T, C], into an order of a layer's matrices, where these have one."""
         if self.plan.target.spec.layers[layer].ordered:

@@ -28,7 +28,7 @@ from itertools import chain
 
 from penstock.errors import InternalError
 from penstock.graph import ops
-from penstock.graph.arenas import Layout, head_units
+from penstock.graph.arenas import Layout
 from penstock.graph.asked import AskedUnits
 from penstock.graph.assigned import AssignedRows, Piece
 from penstock.graph.attention import AttentionBlocks
@@ -37,6 +37,7 @@ from penstock.graph.cache import ExpertCache, NewCache
 from penstock.graph.calls import Calls
 from penstock.graph.demand import Answer, Demand
 from penstock.graph.emit import Emitter
+from penstock.graph.ends import Ends
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.ffn import FfnCalls
 from penstock.graph.open_passes import OpenPass, OpenPasses
@@ -44,7 +45,7 @@ from penstock.graph.repeats import Repeats, likened_lanes
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
 from penstock.graph.tasks import Call, Pass, Slot, Task
-from penstock.spec.places import DISK, HOST, Executor, kernels_of
+from penstock.spec.places import HOST, Executor, kernels_of
 from penstock.spec.plan import Plan
 
 
@@ -56,11 +57,11 @@ class Lowering:
         self.plan = plan
         self.layout = Layout(plan)
         self.parts = self.layout.parts
-        self._head = head_units(plan)
         self._emit = Emitter(likens=likened_lanes(plan, self.layout))
         self.caches = {(c.layer, c.executor): new_cache(c.slots, c.policy) for c in plan.caches}
         self._streams = Streams(self.layout, self._emit, self.caches)
         self._calls = Calls(self.layout, self._emit)
+        self._ends = Ends(self._calls, self._streams)
         self._attention = AttentionBlocks(self._calls, self._streams)
         self._experts = ExpertCalls(self._calls, self._streams)
         self._asked = AskedUnits(self._calls)
@@ -124,7 +125,7 @@ class Lowering:
         self._streams.begin(p)
         self._begin_block(p, 0)
         for batch in p.batches:
-            self._embed(batch)
+            self._ends.embed(batch)
         stretches = self._stretches if self._stretches.apply(p) else None
         for layer in range(layers):
             if stretches is None:
@@ -139,11 +140,11 @@ class Lowering:
             yield from self._end(p, layers - 1, "ffn")
         if p.stream.logits:
             self._begin_block(p, 2 * layers)
-            yield from self._logits(p)
+            yield from self._ends.logits(p)
             self._sync()
         for batch in p.batches:
             if batch.hidden:
-                self._hidden(batch)
+                self._ends.hidden(batch)
         yield from self._emit.finish()
 
     def _begin_block(self, p: Pass, number: int) -> None:
@@ -165,30 +166,6 @@ class Lowering:
         if not is_ffn and order == "overlapped":
             self._attention.load_kv(p, layer + 1)
         self._streams.pump()
-
-    def _embed(self, batch: Batch) -> None:
-        calls = self._calls
-        main, spec, layout = self.plan.main, self.plan.target.spec, self.layout
-        t = batch.total_rows
-        part, gatherer = self.parts["embed"], layout.gathers or HOST
-        tokens = layout.act(HOST, batch.id, "tokens", 4 * t)
-        rows = layout.act(gatherer, batch.id, "rows", 4 * t * spec.d_embed)
-        units = calls.units["embed"]
-        if layout.staging is None:
-            if gatherer != HOST:
-                tokens = calls.copy(batch, "tokens", tokens.nbytes, HOST, gatherer)
-            first, last = layout.weights[units[0]], layout.weights[units[-1]]
-            weights = Slot(first.arena, first.lo, last.hi)
-            calls.add(gatherer, ops.Gather(weights, tokens, rows), -1, batch, part.kinds(), (rows.nbytes, 0))
-        else:
-            read_bytes = t * part.granule_bytes  # the most: tokens that share a granule share its read
-            fetch = ops.Fetch(tokens, rows, layout.staging)
-            self._emit.alone((DISK.reads,), Call(fetch, -1, batch, part.kinds(), read_bytes, 0))
-        if gatherer != main:
-            rows = calls.copy(batch, "rows", rows.nbytes, gatherer, main)
-        x = layout.act(main, batch.id, "x", 4 * t * spec.d_model)
-        embed = ops.Embed(rows, calls.whole("edges"), x, calls.scratch(main))
-        calls.add(main, embed, -1, batch, "*", ops.rows_cost(spec, t, 2))
 
     def _until_experts(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
         """Emits the layer's attention, and the norm and the router of its FFN."""
@@ -235,7 +212,7 @@ class Lowering:
         self._demand.combine(p)
         if kind == "attn" and self.plan.target.spec.layers[layer].parallel_norms == 2:
             for batch in p.batches:  # of x as it still is
-                self._norm(batch, f"{layer}.norms", "ffn_in", layer, range(batch.total_rows))
+                self._calls.norm(batch, f"{layer}.norms", "ffn_in", layer, range(batch.total_rows))
         for batch in p.batches:
             for piece in self._assigned.pieces(p, layer, kind, batch):
                 executors = self._calls.shares(layer, kind, piece.purpose, self._asking(p, layer, kind))
@@ -253,7 +230,7 @@ class Lowering:
         beside = kind == "ffn" and self.plan.target.spec.layers[layer].parallel_norms > 0
         for batch in p.batches:
             if not beside:
-                self._norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
+                self._calls.norm(batch, f"{layer}.norms", f"{kind}_in", layer, range(batch.total_rows))
             self._calls.order(main, batch, layer, kind, self._calls.rows(main, batch, "h"))
             for executor in executors:
                 for piece in self._pieces(p, layer, kind, batch, executor) if executor != main else ():
@@ -339,58 +316,6 @@ class Lowering:
         norms = calls.whole(f"{layer}.norms")
         merge = ops.Merge(norms, x, partials, calls.scratch(main), layer=layer, block=kind, routes=routes)
         calls.add(main, merge, -1, batch, "*", cost)
-
-    def _logits(self, p: Pass) -> Iterator[Task]:
-        calls = self._calls
-        main, spec = self.plan.main, self.plan.target.spec
-        for batch in p.batches:
-            self._norm(batch, "edges", "final", None, batch.logits)
-        for u in self._head:
-            weights = self._streams.take(u, p.stream)
-            unit = self.plan.units[u]
-            part = self.parts[unit.part]
-            for batch in p.batches:
-                n = len(batch.logits)
-                if n:
-                    h = self.layout.act(main, batch.id, "h", 4 * n * max(spec.d_model, spec.d_embed))
-                    logits = self.layout.act(main, batch.id, "logits", 4 * n * spec.vocab)
-                    cost = calls.matrix_cost(u, ops.VOCAB_BLOCKS, n)
-                    best = self.layout.act(main, batch.id, "best", 8 * n)
-                    head = ops.Head(weights, h, logits, best, calls.scratch(main), starts=u == self._head[0])
-                    calls.add(main, head, u, batch, part.kinds(), cost)
-            self._streams.release(u, p.stream)
-            yield from self._emit.closed()
-        for batch in p.batches:
-            n = len(batch.logits)
-            if n and main != HOST:
-                calls.copy(batch, "logits", 4 * n * spec.vocab, main, HOST)
-                calls.copy(batch, "best", 8 * n, main, HOST)
-
-    def _hidden(self, batch: Batch) -> None:
-        """Emits the final norm of all rows, and brings the hidden states, float32 [T, d_embed], to the host. They
-        overwrite the embedding rows that the pass began with, which nobody reads any more. The host has these whichever
-        executor computes."""
-        calls, main, spec = self._calls, self.plan.main, self.plan.target.spec
-        nbytes = 4 * batch.total_rows * spec.d_embed
-        x, rows = calls.rows(main, batch, "x"), self.layout.act(main, batch.id, "rows", nbytes)
-        norm = ops.Norm(calls.whole("edges"), x, rows, calls.scratch(main), which="final", layer=None, every=True)
-        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, batch.total_rows, 2))
-        if main != HOST:
-            calls.copy(batch, "rows", nbytes, main, HOST)
-
-    def _norm(
-        self, batch: Batch, norms: str, which: str, layer: int | None, rows: range | tuple[int, ...]
-    ) -> None:  # fmt: skip
-        """Emits a norm also where the layer has no such norm. The op then copies x to h, so every block reads h."""
-        calls = self._calls
-        if not len(rows):
-            return
-        main, spec = self.plan.main, self.plan.target.spec
-        x = calls.rows(main, batch, "x")
-        wide = max(spec.d_model, spec.d_embed) if norms == "edges" else spec.d_model
-        h = self.layout.act(main, batch.id, "h", 4 * len(rows) * wide)
-        norm = ops.Norm(calls.whole(norms), x, h, calls.scratch(main), which=which, layer=layer)
-        calls.add(main, norm, -1, batch, "*", ops.rows_cost(spec, len(rows), 2))
 
     def _sync(self) -> None:
         """In FlexGen's order: waits at the end of a block for all loads and KV moves that are under way."""
