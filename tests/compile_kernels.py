@@ -27,7 +27,8 @@ from penstock.kernels.gpu.choose import Kernels
 from penstock.spec.format import parse_format
 from penstock.spec.model import FfnSpec, Routed, Router
 from tests.expert_cases import ExpertCase
-from tests.kernel_cases import FIXED, Case, with_relu
+from tests.kernel_cases import Case
+from tests.kernel_draws import FIXED, with_relu
 
 MODULES = (attend_kernels, expert_kernels, neuron_kernels, row_kernels, tile_kernels, turn_kernels, widen_kernels)
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8"}

@@ -18,7 +18,8 @@ from penstock.kernels.reference.matrix import Scratch
 from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Routed, Router
 from penstock.spec.parts import parts
-from tests.kernel_cases import NOTHING, OnDevice, granules_of
+from tests.kernel_cases import NOTHING, OnDevice
+from tests.kernel_draws import granules_of
 
 # (what is routed, d_model, rows, weights). An expert has one granule or two, and a tail; several tiles of 16 rows. One
 # has more slots than a launch, more groups than are kept, a bias that decides, and experts that nobody wants.

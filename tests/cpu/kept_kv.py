@@ -15,7 +15,7 @@ from penstock.serve.kv_store import KvStore, store_key
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
 from penstock.serve.told import Ended
-from tests.cpu.test_service import Heard
+from tests.cpu.services import Heard
 
 PROMPT = np.random.default_rng(2).integers(0, 200, 200).tolist()
 SIZES = {"batch_seqs": 2, "chunk_rows": 64, "logits_rows": 64, "context": 256}

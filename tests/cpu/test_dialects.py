@@ -12,7 +12,7 @@ import ollama
 import openai
 import pytest
 
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.servers import Server, serving
 from tests.cpu.test_tools import BUNDLED, LEGS
 
 QUESTION: list[Any] = [{"role": "user", "content": "Once upon a time"}]

@@ -32,8 +32,8 @@ from penstock.store import pooling
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from tests.cpu.engines import MACHINE, load, make_model
-from tests.cpu.test_serve import Server, serving
-from tests.cpu.test_service import SEQS, Heard, plans, prompts
+from tests.cpu.servers import Server, serving
+from tests.cpu.services import SEQS, Heard, plans, prompts
 from tests.cpu.test_tools import BUNDLED
 from tests.plans import make_plan
 

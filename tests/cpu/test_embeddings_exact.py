@@ -16,7 +16,7 @@ from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from tests.cpu.engines import load
 from tests.cpu.oracle import Oracle, prompt, save
-from tests.cpu.test_service import plans
+from tests.cpu.services import plans
 from tests.cpu.variants import VARIANTS
 
 NAMED = {variant.name: variant for variant in VARIANTS}

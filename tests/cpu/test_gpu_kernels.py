@@ -28,7 +28,8 @@ from penstock.spec.model import Attention, FfnSpec, ModelSpec, NormSpec
 from penstock.spec.parts import Block, Part, _ffn_part, parts, predictor_part
 from penstock.store.quantize import encode, encode_rows
 from tests.cpu.test_predict import random_predictor
-from tests.kernel_cases import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, Case, batches, layers, with_relu
+from tests.kernel_cases import Case
+from tests.kernel_draws import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, batches, layers, with_relu
 
 pytest.importorskip("triton", reason="triton is not installed: it exists for Linux alone")
 

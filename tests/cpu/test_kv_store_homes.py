@@ -29,7 +29,7 @@ from tests.cpu.commands import MACHINE
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import make_model, streaming
 from tests.cpu.kept_kv import PROMPT, SIZES, answered, store
-from tests.cpu.test_service import Heard
+from tests.cpu.services import Heard
 from tests.plans import make_plan
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.commands import ROOT
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.servers import Server, serving
 from tests.cpu.test_tools import BUNDLED, LEGS
 
 llm = pytest.importorskip("llm")

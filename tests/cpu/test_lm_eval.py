@@ -13,7 +13,7 @@ import pytest
 
 from penstock.serve.log_probabilities import log_softmax
 from tests.cpu.engines import load
-from tests.cpu.test_serve import CONTEXT, serving
+from tests.cpu.servers import CONTEXT, serving
 
 LM_EVAL = Path(__file__).parents[2] / "build" / "lm-eval" / "bin" / "lm_eval"
 PAIRS = [

@@ -16,7 +16,7 @@ from penstock.runtime import child
 from tests.cpu.checkpoints import MOE, save_checkpoint, save_tokenizer
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.hub import server as hub_server
-from tests.cpu.test_serve import serving
+from tests.cpu.servers import serving
 from tests.cpu.traps import SCRIPT, Trap
 from tests.syntax import tree_of
 

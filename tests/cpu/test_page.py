@@ -14,7 +14,7 @@ import pytest
 
 from bench.page_shots import STATES, State, shown
 from tests.cpu.commands import ROOT
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.servers import Server, serving
 from tests.cpu.test_tools import BUNDLED
 
 BROWSER = shutil.which("chromium")

@@ -23,8 +23,8 @@ from penstock.serve.scores import Scores
 from penstock.serve.service import Service
 from penstock.serve.told import AnswerPiece, Ended
 from tests.cpu.engines import load, make_model
-from tests.cpu.test_serve import CONTEXT, Server, serving
-from tests.cpu.test_service import SEQS, Heard, plans, prompts
+from tests.cpu.servers import CONTEXT, Server, serving
+from tests.cpu.services import SEQS, Heard, plans, prompts
 
 TEXT = "Once upon a time there was a miller, whose daughter could spin straw into gold."
 

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.servers import Server, serving
 
 SEQS = 4
 MANY = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"

@@ -12,8 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from tests.cpu.test_guides import HOSTILE
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.guided import HOSTILE
+from tests.cpu.servers import Server, serving
 
 SCHEMA = {
     "type": "object",

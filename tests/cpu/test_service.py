@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 
@@ -16,71 +13,26 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadRequest, StorageFailed
-from penstock.graph.arenas import Layout, with_arenas
+from penstock.graph.arenas import Layout
 from penstock.planner.measured_pace import MeasuredPace
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Ending, QueueFull
 from penstock.serve.service import Service
-from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Told
+from penstock.serve.told import Cancelled, Ended, Failed, Told
 from penstock.spec.ask import Ask
-from penstock.spec.plan import Plan, Unit
+from penstock.spec.plan import Unit
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE
-from tests.cpu.engines import load, make_model, streaming
-from tests.plans import make_plan, resident_plan
-
-SEQS, CONTEXT = 4, 96
-
-
-def plans(folder: Path) -> dict[str, Plan]:
-    packed = open_packed(folder)
-    sizes = {"batch_seqs": SEQS, "chunk_rows": 16, "logits_rows": 16, "context": CONTEXT}
-    halves = sizes | {"batch_seqs": SEQS // 2, "batches_per_pass": 2}
-    return {
-        "resident": resident_plan(packed.spec, packed.weights, **sizes),
-        "streaming": streaming(packed, **sizes),  # type: ignore[arg-type]
-        "two batches": streaming(packed, **halves),  # type: ignore[arg-type]
-        "few pages": with_arenas(replace(resident_plan(packed.spec, packed.weights, **sizes), kv_pages=3)),
-        "KV on disk": streaming(packed, **halves, kv_spilled=frozenset({1})),  # type: ignore[arg-type]
-        "guests": replace(streaming(packed, **sizes), guests=True),  # type: ignore[arg-type]
-    }
+from tests.cpu.engines import load, make_model
+from tests.cpu.services import CONTEXT, SEQS, Heard, plans, prompts, serving
+from tests.plans import make_plan
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models"), "llama", "int4")
-
-
-@contextmanager
-def serving(engine: Engine, prompt_rows: int = 5, queue: int = 100) -> Iterator[Service]:
-    with closing(Service(engine, prompt_rows=prompt_rows, queue=queue)) as service:
-        yield service
-
-
-class Heard:
-    """What one request is told."""
-
-    def __init__(self) -> None:
-        self._told: queue.Queue[Told] = queue.Queue()
-        self.tell: Callable[[Told], None] = self._told.put
-
-    def next(self) -> Told:
-        return self._told.get(timeout=60)
-
-    def end(self) -> tuple[str, Told]:
-        """The text of all pieces, and what came last."""
-        text = ""
-        while isinstance(told := self.next(), AnswerPiece):
-            text += told.text
-        assert self._told.empty()
-        return text, told
-
-
-def prompts(count: int, vocab: int) -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    return [rng.integers(0, vocab, rng.integers(1, 60)).tolist() for _ in range(count)]
 
 
 @pytest.mark.parametrize("name", ["resident", "streaming", "two batches", "few pages", "KV on disk", "guests"])

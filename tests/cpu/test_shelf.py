@@ -22,7 +22,7 @@ from penstock.spec.format import FLOAT32
 from penstock.store.synth import synth
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import load
-from tests.cpu.test_serve import CONTEXT, serving, text_of
+from tests.cpu.servers import CONTEXT, serving, text_of
 
 
 class Fake:

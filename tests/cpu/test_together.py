@@ -19,8 +19,8 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, Call, here, machine_cache
 from tests.cpu.engines import load, make_model, streaming
-from tests.cpu.test_service import CONTEXT, SEQS
-from tests.cpu.test_service import plans as service_plans
+from tests.cpu.services import CONTEXT, SEQS
+from tests.cpu.services import plans as service_plans
 
 SHORT, LONG = [5, 6, 7, 8, 9], np.random.default_rng(3).integers(0, 200, 80).tolist()
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)

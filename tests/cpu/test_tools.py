@@ -21,8 +21,8 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools, offered
 from penstock.serve.tools.reading import ToolCall
 from penstock.serve.tools.writing import WRITINGS
-from tests.cpu.test_guides import byte_level, sentencepiece
-from tests.cpu.test_serve import Server, serving
+from tests.cpu.guided import byte_level, sentencepiece
+from tests.cpu.servers import Server, serving
 from tests.pure.test_tools import written
 
 BUNDLED = Path(penstock.__file__).parent / "assets" / "tale-llama"

@@ -13,7 +13,7 @@ from penstock.kernels.gpu.choose import choose
 from penstock.spec.model import FfnSpec, Routed, Router
 from tests.expert_cases import FIXED, ExpertCase
 from tests.gpu import ON_A_CARD
-from tests.kernel_cases import granules_of
+from tests.kernel_draws import granules_of
 
 pytestmark = ON_A_CARD
 CASES = pytest.mark.parametrize("case", FIXED, ids=[case[-1] for case in FIXED])

@@ -14,7 +14,8 @@ from penstock.kernels.gpu.choose import choose
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
 from tests.gpu import ON_A_CARD
-from tests.kernel_cases import FIXED, Case, with_relu
+from tests.kernel_cases import Case
+from tests.kernel_draws import FIXED, with_relu
 
 pytestmark = ON_A_CARD
 LAYERS = pytest.mark.parametrize(("spec", "batch", "weights", "kv"), FIXED, ids=[f"{f[2]}-{f[3]}" for f in FIXED])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,75 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import BadRequest, PenstockError
-from penstock.graph import passes
-from penstock.graph.arenas import Layout
+from penstock.errors import BadRequest
 from penstock.graph.check_plan import check_plan
-from penstock.graph.lower import Lowering
-from penstock.graph.tasks import Call
-from penstock.graph.verify import verify
-from penstock.models import spec_from_config
 from penstock.planner.solve import solve
-from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.spec.plan import ORDERS, ActHome, DeviceRows, KvHome, Plan, PlanModel, Predictor, Unit
-from penstock.spec.predictors import FORMAT, part_of, predicted_layers
+from penstock.spec.plan import ORDERS, ActHome, DeviceRows, KvHome, Plan, PlanModel, Unit
+from penstock.spec.predictors import part_of
 from tests.plans import make_plan, random_plans
-from tests.pure.machine import MACHINE, model
-from tests.pure.real_models import TINY
-
-F32 = Format("float32")
-# Tied and untied, with tails; three layers, so that KV can have several homes.
-TIED = model(layers=3, d=64, heads=4, kv_heads=2, neurons=200, vocab=300, max_positions=256)
-UNTIED = replace(TIED, tied=False)
-FIRING = spec_from_config(TINY["opt"], "tiny")  # its neurons have zeros
-NEURONS = parse_format("int4-neurons")
-
-Json = Any
-Path = tuple[Any, ...]
-
-
-def streaming(spec: ModelSpec, **fields: Any) -> Plan:
-    """Blocks and head on disk in units of one granule, the rest in memory."""
-    units = [
-        Unit(part.key, lo, lo + 1, "host" if part.kind in ("norms", "edges", "embed") else "disk0", "host", "host")
-        for part in parts(spec, F32)
-        for lo in range(part.granules)
-    ]
-    ring = 2 * max(part.granule_bytes for part in parts(spec, F32))
-    return make_plan(spec, F32, units, ring_bytes={"host": ring}, batch_seqs=2, batches_per_pass=2, **fields)
-
-
-def first(call: Call) -> list[list[int]]:
-    """Answers who fires, or which experts are wanted: of each row the first."""
-    assert call.batch is not None
-    return [[0]] * call.batch.total_rows
-
-
-def runs(plan: Plan) -> None:
-    """Lowers what an engine would do with it, and verifies the tasks."""
-    lowering, tokens = Lowering(plan), min(plan.context, 40)
-    seqs = tuple(range(min(plan.batches_per_pass * plan.batch_seqs, 4)))
-    tasks = [
-        task
-        for seq in seqs
-        for p in passes.prefill(plan, seq, tokens, passes.DECODE if seq == seqs[-1] else None)
-        for task in lowering.step(p, first)
-    ]
-    for alive in (seqs, seqs[1:] or seqs, seqs[:1]):
-        tasks += lowering.step(passes.decode(plan, alive, (plan.context - 1,) * len(alive), passes.DECODE), first)
-    for p in passes.prefill(plan, 0, tokens, None, score=True):
-        tasks += lowering.step(p, first)
-    verify(tasks, plan.arenas)
-
-
-def rebuilt(plan: Plan, **fields: Any) -> Plan:
-    """The plan changed, with the arenas that the change leads to."""
-    changed = replace(plan, **fields)
-    return replace(changed, arenas=Layout(changed).arenas())
+from tests.pure.checked_plans import F32, FIRING, NEURONS, TIED, UNTIED, asking, predicting, rebuilt, runs, streaming
+from tests.pure.machine import MACHINE
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4", "int8-g32"])
@@ -301,30 +242,6 @@ def test_each_wrong_thing_is_one_line(change: Callable[[Plan], Plan], message: s
     assert "\n" not in caught.value.message and len(caught.value.message) < 300
 
 
-def predicting() -> Plan:
-    """All on a device, its predictors too."""
-    by_key = {part.key: part for part in parts(FIRING, F32)}
-    known = tuple(Predictor(layer, 32, "gpu0", FORMAT) for layer in predicted_layers(FIRING))
-    sizes = [part.granule_bytes for part in by_key.values()] + [part_of(FIRING, p.layer, p.rank).nbytes for p in known]
-    plan = make_plan(
-        FIRING, F32, [Unit(part.key, 0, part.granules, "gpu0", "gpu0", "gpu0") for part in by_key.values()],
-        ring_bytes={}, stage_bytes=max(sizes), main="gpu0", kv_homes=[("gpu0", "gpu0")] * len(FIRING.layers),
-    )  # fmt: skip
-    return rebuilt(plan, sparsity="predict", predictors=known)
-
-
-def asking() -> Plan:
-    """FFNs lie on a disk, and of them only the neurons that fire are read."""
-    by_key = {part.key: part for part in parts(FIRING, NEURONS)}
-    units = [
-        Unit(part.key, 0, part.granules, "disk0" if part.kind == "ffn" else "host", "host", "host")
-        for part in by_key.values()
-    ]
-    units = [replace(unit, asked=unit.home == "disk0") for unit in units]
-    ring = 2 * max(part.nbytes for part in by_key.values())
-    return rebuilt(make_plan(FIRING, NEURONS, units, ring_bytes={"host": ring}), sparsity="exact")
-
-
 INCOMPLETE = [
     (field(acts=()), "activations"),
     (field(kv=()), "KV of layers"),
@@ -371,92 +288,3 @@ def test_why_rows_of_prompts_are_not_shared() -> None:
         check_plan(rebuilt(predicting(), device_rows=rows), FIRING, F32)
     with pytest.raises(BadRequest, match=r"layers \[0, 0\]; each layer comes once, in their order"):
         check_plan(rebuilt(predicting(), device_rows=rows * 2), FIRING, F32)
-
-
-# --- fuzz ------------------------------------------------------------------------------------------------------------
-
-BASES = [(streaming(TIED), TIED, F32), (predicting(), FIRING, F32), (asking(), FIRING, NEURONS)]
-VALUES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 70)
-    | st.sampled_from([4096, 2**21, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.5, 1e300, float("nan"), float("inf")])
-    | st.sampled_from(["", "host", "disk0", "gpu0", "0.ffn", "embed", "float16", "int4", "\ud800", "a\nb", [], {}])
-)  # fmt: skip
-
-
-def paths(tree: Json, at: Path = ()) -> list[Path]:
-    """Where every value below a JSON tree stands."""
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [path for key, value in inside for path in [(*at, key), *paths(value, (*at, key))]]
-
-
-# Most values of a plan are those of its units, and most others the model's: pick the field's kind first.
-def kinds_of(tree: Json) -> dict[Path, list[Path]]:
-    found: dict[Path, list[Path]] = {}
-    for path in paths(tree):
-        found.setdefault(tuple("*" if isinstance(key, int) else key for key in path), []).append(path)
-    return found
-
-
-VALID = [json.loads(plans.dumps(plan)) for plan, _, _ in BASES]
-KINDS = [kinds_of(tree) for tree in VALID]
-
-
-def mutate(data: st.DataObject, tree: Json, kinds: dict[Path, list[Path]]) -> None:
-    """One change somewhere: another value, a missing, doubled or swapped entry, or a name that is unknown."""
-    kind = data.draw(st.sampled_from(sorted(kinds)))
-    path = data.draw(st.sampled_from(kinds[kind]))
-    for key in path[:-1]:
-        try:
-            tree = tree[key]
-        except (KeyError, IndexError, TypeError):
-            return  # an earlier change took it away
-    if not (isinstance(tree, dict) or (isinstance(tree, list) and path[-1] in range(len(tree)))):
-        return  # or made something else of it
-    how = data.draw(st.sampled_from(["value", "value", "delete", "double", "swap", "add"]))
-    if how == "value":
-        tree[path[-1]] = data.draw(VALUES)
-    elif how == "delete":
-        tree.pop(path[-1], None) if isinstance(tree, dict) else tree.pop(path[-1])
-    elif isinstance(tree, list) and how == "double":
-        tree.insert(path[-1], copy.deepcopy(tree[path[-1]]))
-    elif isinstance(tree, list) and how == "swap":
-        other = data.draw(st.integers(0, len(tree) - 1))
-        tree[path[-1]], tree[other] = tree[other], tree[path[-1]]
-    elif isinstance(tree, dict) and how == "add":
-        tree[data.draw(st.sampled_from(["", "x", "gpu0", "a\nb"]))] = data.draw(VALUES)
-
-
-@pytest.mark.fuzz
-@given(st.data())
-def test_fuzz_no_plan_does_worse_than_a_clear_error(data: st.DataObject) -> None:
-    base = data.draw(st.integers(0, len(BASES) - 1))
-    (_, spec, weights), tree = BASES[base], copy.deepcopy(VALID[base])
-    for _ in range(data.draw(st.integers(1, 3))):
-        mutate(data, tree, KINDS[base])
-    try:
-        plan = plans.loads(json.dumps(tree), "plan.json")
-        check_plan(plan, spec, weights)
-    except PenstockError as error:
-        assert error.exit_code == 2
-        return
-    runs(plan)
-
-
-@pytest.mark.fuzz
-@given(st.data())
-def test_fuzz_a_plan_that_fits_its_own_arenas(data: st.DataObject) -> None:
-    """As above, where the arenas are made to agree, so that more gets past them."""
-    base = data.draw(st.integers(0, len(BASES) - 1))
-    (_, spec, weights), tree = BASES[base], copy.deepcopy(VALID[base])
-    mutate(data, tree, KINDS[base])
-    try:
-        plan = plans.loads(json.dumps(tree), "plan.json")
-        check_plan(plan, spec, weights)
-    except PenstockError as error:
-        if "is not what the rest" not in error.message:
-            return
-        plan = rebuilt(plan)
-        check_plan(plan, spec, weights)
-    runs(plan)
