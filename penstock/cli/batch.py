@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from penstock.cli.batch_told import ShownBatch, counts, report, report_of_nodes, say_done
+from penstock.cli.flags import flag
 from penstock.cli.loading import loaded, loading, packed_model
 from penstock.cli.options import (
     MODEL_HELP,
@@ -23,7 +24,6 @@ from penstock.cli.options import (
     Workload,
     as_path,
     file_to_write,
-    flag,
     given_plan,
 )
 from penstock.cli.output import note, print_json, progress

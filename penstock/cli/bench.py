@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from penstock.cli.bench_model import table
+from penstock.cli.flags import flag
 from penstock.cli.loading import loaded, packed_model, tracing
 from penstock.cli.options import (
     GROWING,
@@ -31,6 +33,24 @@ _FAMILIES = "layer-split, all-cg, r-cg-0.25, r-cg-0.5, r-cg-0.75 or experts-cpu"
 _ROWS, _CONTEXT = "1,4,64,512", 1024  # for `bench ops`
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """Which plan of a model is measured, and for how long."""
+
+    family: str | None = flag(
+        "--family", "NAME", f"Beside a device, plan as other systems do, whatever the figures say: {_FAMILIES}."
+    )
+    repeats: int = flag("--repeats", "N", "Answers to measure, at most.", 5, min=1)
+    seconds: float = flag("--seconds", "S", "About so long (20); one answer at least.", 20.0, min=0.1)
+
+    def check(self, plan: Plan | None) -> None:
+        """Raises BadRequest for what is no family of plans, or beside a plan that is given whole."""
+        from penstock.planner.families import FAMILIES
+
+        if self.family is not None and (self.family not in FAMILIES or plan is not None):
+            raise BadRequest(f"--family {self.family} should be {_FAMILIES}, and goes without --plan")
+
+
 def bench(
     machine: Machine,
     work: Workload,
@@ -48,19 +68,7 @@ def bench(
     undo: Annotated[bool, Option("--undo", help="Undo --calibrate: the probe's own figures again.")] = False,
     weights: Weights = None,
     plan_file: PlanFile = None,
-    family: Annotated[
-        str | None,
-        Option(
-            "--family",
-            metavar="NAME",
-            help=f"Beside a device, plan as other systems do, whatever the figures say: {_FAMILIES}.",
-        ),
-    ] = None,
-    repeats: Annotated[int, Option("--repeats", metavar="N", min=1, help="Answers to measure, at most.")] = 5,
-    seconds: Annotated[
-        float,
-        Option("--seconds", metavar="S", min=0.1, help="About so long (20); one answer at least."),
-    ] = 20.0,
+    measuring: Measuring = Measuring(),
     trace: TraceName = None,
     cache_limit: CacheLimit = None,
     rows: Annotated[
@@ -86,7 +94,7 @@ def bench(
     elif target is None or (target == "ops" and config is None):
         raise BadRequest("say what to measure: penstock bench MODEL, penstock bench ops CONFIG, or --calibrate")
     elif target == "ops":
-        if trace or plan_file or family or cache_limit or work != Workload(kv=work.kv, context=work.context):
+        if trace or plan_file or measuring.family or cache_limit or work != Workload(kv=work.kv, context=work.context):
             raise BadRequest("ops takes --weights, --kv, --context, --rows and --isa; the rest is for a MODEL")
         assert config is not None
         _ops(config, machine, work, weights, rows or _ROWS, as_json)
@@ -94,8 +102,7 @@ def bench(
         if config is not None or rows is not None:
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
-        if family is not None:
-            _require_family(family, plan)
+        measuring.check(plan)
         if work.output_tokens == 1:
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
@@ -104,20 +111,12 @@ def bench(
             from penstock.serve.bench import WantedRun
             from penstock.serve.bench import bench as measure
 
-            wanted = WantedRun(work.prompt_tokens, work.output_tokens, repeats, seconds)
-            with loaded(source, ask, machine, plan, record, family=family) as engine, progress() as tell:
+            wanted = WantedRun(work.prompt_tokens, work.output_tokens, measuring.repeats, measuring.seconds)
+            with loaded(source, ask, machine, plan, record, family=measuring.family) as engine, progress() as tell:
                 result = measure(engine, wanted, machine.usable_threads, tell)
             print(table(result))
         if as_json:
             print_json(result.to_json())
-
-
-def _require_family(family: str, plan: Plan | None) -> None:
-    """Raises BadRequest for what is no family of plans, or beside a plan that is given whole."""
-    from penstock.planner.families import FAMILIES
-
-    if family not in FAMILIES or plan is not None:
-        raise BadRequest(f"--family {family} should be {_FAMILIES}, and goes without --plan")
 
 
 def _ops(config: str, machine: Machine, work: Workload, weights: str | None, rows: str, as_json: bool) -> None:

@@ -12,7 +12,6 @@ from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Workload, given_plan, read_text
 from penstock.cli.output import print_json, progress
 from penstock.cli.text_argument import TextFile
-from penstock.errors import BadRequest
 
 
 def eval_(
@@ -38,8 +37,7 @@ def eval_(
     The text is cut into windows of 512 tokens; the first token of each is not scored.
     """
     machine.prepare()
-    if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
-        raise BadRequest("eval scores one window of 512 tokens at a time; --context, --batch and lengths are settled")
+    work.refuse_sizes("eval scores")
     text, plan = read_text(file), given_plan(plan_file, machine, work)
     ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     sources = [packed_model(model, weights, machine, cache_limit)]

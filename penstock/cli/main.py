@@ -18,8 +18,8 @@ import typer
 
 import penstock
 from penstock.cli.conversions import let_through
+from penstock.cli.flags import grouped
 from penstock.cli.interrupts import Interrupts
-from penstock.cli.options import grouped
 from penstock.cli.output import note, one_line, print_json, say
 from penstock.errors import BadRequest, InternalError, PenstockError, StorageFailed
 

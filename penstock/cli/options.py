@@ -1,25 +1,19 @@
-"""Defines the flags that commands share, in groups. A command that takes `machine: Machine` has all of its flags.
-
-A group is a frozen dataclass whose fields are flags. `grouped` unfolds them into the signature that typer reads, and
-folds the values again for the command.
-"""
+"""Defines the flags that commands share, in groups. A command that takes `machine: Machine` has all of its flags
+(`flags`)."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import os
 import stat
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from penstock.cli.flags import flag
 from penstock.cli.output import note
 from penstock.errors import BadRequest, BrokenModel
 from penstock.spec.ask import Ask, check_device
@@ -61,11 +55,6 @@ CacheLimit = Annotated[
         help="Packed models in the cache take at most so much: the longest unused are removed.",
     ),
 ]
-
-
-def flag(name: str, metavar: str | None, help: str, default: Any = None, **how: Any) -> Any:
-    """A field of a group, which is a flag. `metavar`: None for a flag without a value. `how`: as for typer's Option."""
-    return dataclasses.field(default=default, metadata={"option": Option(name, metavar=metavar, help=help, **how)})
 
 
 @dataclass(frozen=True)
@@ -179,6 +168,14 @@ class Workload:
         if self.context == 0:
             raise BadRequest("'--context' 0: it should be 1 or more, or -1 for as many tokens as cost no speed")
         return None if self.context == GROWING else self.context
+
+    def refuse_sizes(self, command: str) -> None:
+        """Raises BadRequest if a flag names a size of the work. `command`: what it does with a text in windows of 512
+        tokens, for which all sizes are settled."""
+        if self.context is not None or self.batch != 1 or self.prompt_tokens or self.output_tokens:
+            raise BadRequest(
+                f"{command} one window of 512 tokens at a time; --context, --batch and lengths are settled"
+            )
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
         """The request that these flags and `machine`'s make. `prompt_tokens`, `output_tokens`: count where no flag
@@ -366,34 +363,6 @@ def quiet_blas() -> None:
     have threads of their own."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for typer: in place of each parameter that is a group, a parameter for every flag of the group."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name not in groups:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
-            continue
-        group = groups[parameter.name]
-        kinds = typing.get_type_hints(group)
-        for f in dataclasses.fields(group):
-            kind = Annotated[kinds[f.name], f.metadata["option"]]  # type: ignore[valid-type,name-defined]
-            parameters.append(inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=kind))
-
-    @functools.wraps(command)
-    def call(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
-        command(**values)
-
-    del call.__dict__["__wrapped__"]  # by which inspect would find the folded signature
-    call.__dict__["__signature__"] = inspect.Signature(parameters)
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
-    call.__dict__["groups"] = tuple(groups.values())
-    return call
 
 
 def _size(text: str | None, flag: str) -> int | None:

@@ -47,8 +47,7 @@ def profile(
     kept beside the packed model. `plan` and `run` predict by it from then on.
     """
     machine.prepare()
-    if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
-        raise BadRequest("profile reads one window of 512 tokens at a time; --context, --batch and lengths are settled")
+    work.refuse_sizes("profile reads")
     if work.sparsity in LOSSY:
         raise BadRequest(f"--sparsity {work.sparsity} leaves some out: a profile says what a model fires by itself")
     text, ask = read_text(file), work.ask(machine)

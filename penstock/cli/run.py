@@ -6,13 +6,14 @@ import contextlib
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from penstock.cli.chat import Chat, opening, typed_lines
+from penstock.cli.flags import flag
 from penstock.cli.live import live
 from penstock.cli.loading import loaded, packed_model, tracing
 from penstock.cli.options import (
@@ -47,6 +48,37 @@ if TYPE_CHECKING:
     from penstock.spec.ask import Ask
 
 UNTIL_END = -1  # the value of --max-tokens that means the context's end
+Prompt = Annotated[str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")]
+Record = Annotated[
+    str | None, Option("--record", metavar="FILE", help="Also keep what routers said, for `penstock plan --answers`.")
+]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What the model is told beside PROMPT, and how."""
+
+    prompt_file: str | None = flag("--prompt-file", "FILE", "Take the prompt from this file of UTF-8 text.")
+    image: str | None = flag("--image", "FILE", "", hidden=True)
+    system: str | None = flag("--system", "TEXT", "What the model is told before the first turn.")
+    no_thinking: bool = flag(
+        "--no-thinking",
+        None,
+        "Do not show what a reasoning model thinks; a terminal shows it dimmed. --json and --batch show all.",
+        False,
+    )
+    raw: bool = flag("--raw", None, "Continue the prompt as it stands, without the chat template.", False)
+
+    def prompt(self, named: str | None) -> str | None:
+        """PROMPT (`named`) or the text of --prompt-file; None without either. Raises BadRequest if both are given, and
+        for an image."""
+        if self.image is not None:
+            raise BadRequest(f"--image {self.image}: penstock runs the text part of models, and reads no images")
+        if self.prompt_file is None:
+            return named
+        if named is not None:
+            raise BadRequest("--prompt-file and PROMPT are both a prompt: give one or the other")
+        return read_text(self.prompt_file).removesuffix("\n")
 
 
 def run(
@@ -54,31 +86,12 @@ def run(
     machine: Machine,
     work: Workload,
     sampling: Sampling,
-    prompt: Annotated[
-        str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None, Option("--prompt-file", metavar="FILE", help="Take the prompt from this file of UTF-8 text.")
-    ] = None,
-    image: Annotated[str | None, Option("--image", metavar="FILE", hidden=True)] = None,
-    system: Annotated[
-        str | None, Option("--system", metavar="TEXT", help="What the model is told before the first turn.")
-    ] = None,
-    no_thinking: Annotated[
-        bool,
-        Option(
-            "--no-thinking",
-            help="Do not show what a reasoning model thinks; a terminal shows it dimmed. --json and --batch show all.",
-        ),
-    ] = False,
-    raw: Annotated[bool, Option("--raw", help="Continue the prompt as it stands, without the chat template.")] = False,
+    prompt: Prompt = None,
+    asking: Asking = Asking(),
     weights: Weights = None,
     plan_file: PlanFile = None,
     trace: TraceName = None,
-    record: Annotated[
-        str | None,
-        Option("--record", metavar="FILE", help="Also keep what routers said, for `penstock plan --answers`."),
-    ] = None,
+    record: Record = None,
     cache_limit: CacheLimit = None,
     why: Why = False,
     as_json: Json = False,
@@ -88,12 +101,7 @@ def run(
     What no sampling flag names comes from the model's generation_config.json; without one the best token is
     always taken.
     """
-    if image is not None:
-        raise BadRequest(f"--image {image}: penstock runs the text part of models, and reads no images")
-    if prompt_file is not None:
-        if prompt is not None:
-            raise BadRequest("--prompt-file and PROMPT are both a prompt: give one or the other")
-        prompt = read_text(prompt_file).removesuffix("\n")
+    prompt = asking.prompt(prompt)
     machine.prepare()
     from penstock.serve.confined import Child
 
@@ -101,7 +109,7 @@ def run(
     plan = given_plan(plan_file, machine, work)
     chatting = prompt is None and not as_json and sys.stdin.isatty()
     ask = work.ask(machine)
-    _refuse_contradictions(work, sampling, ask, chatting, raw, system)
+    _refuse_contradictions(work, sampling, ask, chatting, asking)
     from penstock.serve.planning import describe
     from penstock.serve.recording import ANSWERS, recording
     from penstock.spec import answers
@@ -110,7 +118,7 @@ def run(
         text = "" if chatting else read_prompt(prompt)
         # A plan of a file, a chat that may stay for hours, and what tells of packed models go without this way.
         unpacked = plan is None and not chatting and record is None
-        source = packed_model(model, weights, machine, cache_limit, chat=not raw, unpacked=unpacked)
+        source = packed_model(model, weights, machine, cache_limit, chat=not asking.raw, unpacked=unpacked)
         if keep is not None and not describe(source.folder, verify=not machine.no_verify)[0].is_routed:
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer
@@ -118,13 +126,12 @@ def run(
         _import_ahead("penstock.serve.engine")
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
-        asked = None if chatting else _encoded(tokenizer, text, raw, system)
+        asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
             most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
             context = plan.context if plan is not None else work.named_context or min(most, DEFAULT_CONTEXT)
-            # The last token needs no room. A prompt that is too long is refused when the context is known for sure.
-            sampling = replace(sampling, max_tokens=max(1, context - len(ids) + 1))
+            sampling = _until(context, len(ids), sampling)
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
@@ -139,29 +146,37 @@ def run(
             if why:
                 say_why(engine)
             if chatting:
-                note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
-                with typed_lines(machine.cache_folder) as lines:
-                    Chat(engine, params, system, not no_thinking).run(lines)
+                _chat(engine, params, asking, machine)
             else:
                 named = sampling.from_model(tokenizer.generation_config)
-                answer(engine, ids, params, as_json, work.batch, "", named, asked, not no_thinking)
+                answer(engine, ids, params, as_json, work.batch, "", named, asked, not asking.no_thinking)
         if keep is not None and recorder is not None:
             keep(answers.dumps(recorder.answers()))
 
 
-def _refuse_contradictions(
-    work: Workload, sampling: Sampling, ask: Ask, chatting: bool, raw: bool, system: str | None
-) -> None:
+def _refuse_contradictions(work: Workload, sampling: Sampling, ask: Ask, chatting: bool, asking: Asking) -> None:
     """Raises BadRequest for flags that are wrong or do not go together, before a first use packs for minutes."""
     (replace(sampling, max_tokens=1) if sampling.max_tokens == UNTIL_END else sampling).params({}, work)
-    if chatting and raw:
+    if chatting and asking.raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
-    if system is not None and raw:
+    if asking.system is not None and asking.raw:
         raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
     if sampling.max_tokens == UNTIL_END and ask.grow_context:
         raise BadRequest("--max-tokens -1 goes on until the context ends: --context has to name it")
     if chatting and work.batch != 1:
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
+
+
+def _until(context: int, prompt_tokens: int, sampling: Sampling) -> Sampling:
+    """The same with the longest answer that the context has room for. The last token needs no room. A prompt that is
+    too long is refused when the context is known for sure."""
+    return replace(sampling, max_tokens=max(1, context - prompt_tokens + 1))
+
+
+def _chat(engine: Engine, params: SamplingParams, asking: Asking, machine: Machine) -> None:
+    note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
+    with typed_lines(machine.cache_folder) as lines:
+        Chat(engine, params, asking.system, not asking.no_thinking).run(lines)
 
 
 def _import_ahead(module: str) -> None:

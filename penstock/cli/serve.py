@@ -8,10 +8,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Option
-
+from penstock.cli.flags import flag
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import (
     CacheLimit,
@@ -21,7 +20,6 @@ from penstock.cli.options import (
     SharedWorkload,
     Weights,
     as_path,
-    flag,
     given_plan,
     read_text,
 )
@@ -31,6 +29,7 @@ from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from penstock.serve.api.guard import Access
     from penstock.serve.api.keys import Key
     from penstock.serve.api.shelf import Loaded
     from penstock.serve.engine import Engine
@@ -57,52 +56,74 @@ class ServeWorkload(SharedWorkload):
         return replace(ask, kv_tokens=ask.kv_tokens or ask.batch * (ask.prompt_tokens + ask.output_tokens))
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What clients meet: where the server listens, who may ask, under which names, and what it does for them."""
+
+    host: str = flag("--host", "NAME", "Where to listen. Beyond this machine a key is needed.", "127.0.0.1")
+    port: int = flag("--port", "N", "0 takes any that is free.", 8000, min=0, max=65535)
+    key_file: str | None = flag(
+        "--key-file", "FILE", f"Keys that clients must have, one a line (docs/SERVER.md); or ${KEY_VARIABLE}."
+    )
+    origin: list[str] | None = flag("--origin", "URL", "Pages of this origin may ask, such as https://chat.example.")  # noqa: RUF009
+    name: str | None = flag("--name", "NAME", "The model's name for clients; default its folder's.")
+    more: list[str] | None = flag(  # noqa: RUF009
+        "--model", "NAME=PATH", "Another model, loaded in place of the one before when it is asked for."
+    )
+    queue: int = flag("--queue", "N", "Requests that may wait.", 256, min=0, max=100_000)
+    keep_kv: str | None = flag(
+        "--keep-kv", "DIR", "Keep KV of prompts and answers here, to go on from after a restart."
+    )
+    keep_kv_limit: str = flag("--keep-kv-limit", "SIZE", "The most that --keep-kv may take, for each model.", "4GiB")
+    score_rows: int = flag(
+        "--score-rows", "N", "Tokens of prompts that a pass may score (echo, logprobs).", DEFAULT_SCORE_ROWS, min=0
+    )
+    no_schemas: bool = flag(
+        "--no-schemas", None, "No answers by JSON schema (response_format): their process takes no memory.", False
+    )
+
+    def access(self) -> Access:
+        """Who may ask. Raises BadRequest for a file without keys, and if other machines could ask without one."""
+        from penstock.serve.api.guard import Access, is_loopback
+
+        keys = _keys(self.key_file)
+        if not keys and not is_loopback(self.host):
+            raise BadRequest(
+                f"--host {self.host} can be reached from other machines: give --key-file FILE, or a key in"
+                f" {KEY_VARIABLE}"
+            )
+        return Access(self.host, keys, tuple(self.origin or ()))
+
+    def url(self, port: int) -> str:
+        """The API's address at the port that was taken."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}/v1"
+
+    def kept(self) -> KeptKv | None:
+        """Where KV is kept; None without --keep-kv. Raises BadRequest."""
+        if self.keep_kv == "":
+            raise BadRequest("--keep-kv names no folder")
+        limit_bytes = parse_bytes(self.keep_kv_limit, "--keep-kv-limit")
+        return None if self.keep_kv is None else KeptKv(as_path(self.keep_kv), limit_bytes)
+
+    def paths(self, model: str) -> dict[str, str]:
+        """Paths of models by name, that of MODEL first. Raises BadRequest for what is no NAME=PATH, and for a name that
+        comes twice."""
+        paths = {self.name or Path(model).name or model: model}
+        for given in self.more or []:
+            called, _, where = given.partition("=")
+            if not (called and where):
+                raise BadRequest(f"--model {given}: it should be NAME=PATH")
+            if called in paths:
+                raise BadRequest(f"--model {given}: there is a model {called} already")
+            paths[called] = where
+        return paths
+
+
 def serve(
     model: Model,
     machine: Machine,
     work: ServeWorkload,
-    host: Annotated[
-        str, Option("--host", metavar="NAME", help="Where to listen. Beyond this machine a key is needed.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option("--port", metavar="N", min=0, max=65535, help="0 takes any that is free.")] = 8000,
-    key_file: Annotated[
-        str | None,
-        Option(
-            "--key-file",
-            metavar="FILE",
-            help=f"Keys that clients must have, one a line (docs/SERVER.md); or ${KEY_VARIABLE}.",
-        ),
-    ] = None,
-    origin: Annotated[
-        list[str] | None,
-        Option("--origin", metavar="URL", help="Pages of this origin may ask, such as https://chat.example."),
-    ] = None,
-    name: Annotated[
-        str | None, Option("--name", metavar="NAME", help="The model's name for clients; default its folder's.")
-    ] = None,
-    more: Annotated[
-        list[str] | None,
-        Option(
-            "--model",
-            metavar="NAME=PATH",
-            help="Another model, loaded in place of the one before when it is asked for.",
-        ),
-    ] = None,
-    queue: Annotated[int, Option("--queue", metavar="N", min=0, max=100_000, help="Requests that may wait.")] = 256,
-    keep_kv: Annotated[
-        str | None,
-        Option("--keep-kv", metavar="DIR", help="Keep KV of prompts and answers here, to go on from after a restart."),
-    ] = None,
-    keep_kv_limit: Annotated[
-        str, Option("--keep-kv-limit", metavar="SIZE", help="The most that --keep-kv may take, for each model.")
-    ] = "4GiB",
-    score_rows: Annotated[
-        int,
-        Option("--score-rows", metavar="N", min=0, help="Tokens of prompts that a pass may score (echo, logprobs)."),
-    ] = DEFAULT_SCORE_ROWS,
-    no_schemas: Annotated[
-        bool, Option("--no-schemas", help="No answers by JSON schema (response_format): their process takes no memory.")
-    ] = False,
+    serving: Serving,
     weights: Weights = None,
     plan_file: PlanFile = None,
     cache_limit: CacheLimit = None,
@@ -116,46 +137,38 @@ def serve(
     if missing := [each for each in _NEEDED if importlib.util.find_spec(each) is None]:
         raise BadRequest(f"the server needs {', '.join(missing)}: pip install 'penstock[serve]'")
     machine.prepare()
-    plan, keys = given_plan(plan_file, machine, work), _keys(key_file)
-    from penstock.serve.api.guard import Access, is_loopback
-
-    if not keys and not is_loopback(host):
-        raise BadRequest(
-            f"--host {host} can be reached from other machines: give --key-file FILE, or a key in {KEY_VARIABLE}"
-        )
-    ask = replace(work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS), score_rows=score_rows)
-    paths = _models(name or Path(model).name or model, model, more or [])
+    plan, access = given_plan(plan_file, machine, work), serving.access()
+    ask = replace(work.ask(machine, _PROMPT_TOKENS, _OUTPUT_TOKENS), score_rows=serving.score_rows)
+    paths = serving.paths(model)
     if plan and len(paths) > 1:
         raise BadRequest("--plan is of one model: give no --model beside it")
-    kept = KeptKv.of(keep_kv, keep_kv_limit)
+    kept = serving.kept()
     from penstock.serve.api.server import serve as listen
     from penstock.serve.api.shelf import Shelf
 
     def load(called: str) -> Loaded:
         source = packed_model(paths[called], weights, machine, cache_limit, chat=True)
-        return _load(called, source, ask, machine, plan, queue, not no_schemas, kept)
+        return _load(called, source, ask, machine, plan, serving, kept)
 
     first = load(next(iter(paths)))
     engine = first.service.engine
     context, speed = engine.plan.context, engine.prediction.decode_tokens_per_s
     sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
-    shelf = Shelf(first, {called: partial(load, called) for called in paths}, queue)
+    shelf = Shelf(first, {called: partial(load, called) for called in paths}, serving.queue)
     del first, engine  # this model may give its place to another one
 
     def ready(at: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
         note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
-        note(f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} on http://{shown}:{at}/v1")
+        note(f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} on {serving.url(at)}")
 
     with closing(shelf):
-        listen(shelf, Access(host, keys, tuple(origin or ())), context, port, ready)
+        listen(shelf, access, context, serving.port, ready)
     note("ended")
 
 
 def _load(
-    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, queue: int, schemas: bool,
-    kept: KeptKv | None,
-) -> Loaded:  # fmt: skip
+    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, serving: Serving, kept: KeptKv | None
+) -> Loaded:
     """Loads a model and begins to answer with it. Raises as `loaded`."""
     from penstock.planner.pace import pace
     from penstock.planner.pass_times import PassTimes
@@ -166,7 +179,7 @@ def _load(
     from penstock.serve.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
-    guide = guide_bytes(tokenizer.size) if schemas and has_guides() else 0
+    guide = guide_bytes(tokenizer.size) if has_guides() and not serving.no_schemas else 0
     beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
     with ExitStack() as stack:
         engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
@@ -174,7 +187,7 @@ def _load(
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)
         how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "follows": True}
-        how |= {"queue": queue, "times": times}
+        how |= {"queue": serving.queue, "times": times}
         reasons: tuple[str, ...] = ()
         if kept is not None:
             how["store"] = kept.store(engine, machine.exact)
@@ -189,18 +202,10 @@ def _load(
 
 @dataclass(frozen=True)
 class KeptKv:
-    """--keep-kv and --keep-kv-limit."""
+    """Where KV of prompts and answers is kept, and how many bytes of it at most for each model."""
 
     folder: Path
     limit_bytes: int
-
-    @classmethod
-    def of(cls, folder: str | None, limit: str) -> KeptKv | None:
-        """Raises BadRequest."""
-        if folder == "":
-            raise BadRequest("--keep-kv names no folder")
-        limit_bytes = parse_bytes(limit, "--keep-kv-limit")
-        return None if folder is None else cls(as_path(folder), limit_bytes)
 
     def store(self, engine: Engine, exact: bool) -> KvStore:
         """The store for a model. Raises BadRequest and StorageFailed."""
@@ -213,19 +218,6 @@ class KeptKv:
         store = KvStore(self.folder, key, page_bytes, self.limit_bytes)
         note(f"{len(store)} pages of KV are kept in {self.folder}, {format_bytes(page_bytes)} each")
         return store
-
-
-def _models(name: str, path: str, more: list[str]) -> dict[str, str]:
-    """Paths by name, of MODEL first. Raises BadRequest for what is no NAME=PATH, and for a name that comes twice."""
-    paths = {name: path}
-    for given in more:
-        called, _, where = given.partition("=")
-        if not (called and where):
-            raise BadRequest(f"--model {given}: it should be NAME=PATH")
-        if called in paths:
-            raise BadRequest(f"--model {given}: there is a model {called} already")
-        paths[called] = where
-    return paths
 
 
 def _keys(file: str | None) -> tuple[Key, ...]:

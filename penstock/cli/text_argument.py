@@ -9,4 +9,5 @@ from typer import Argument
 from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
-TextFile = Annotated[str, Argument(metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")]
+TEXT_HELP = f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}."
+TextFile = Annotated[str, Argument(metavar="FILE", help=TEXT_HELP)]

@@ -11,8 +11,8 @@ from typer import Option
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, read_text
 from penstock.cli.output import note, print_json, progress
+from penstock.cli.text_argument import TEXT_HELP
 from penstock.errors import BadRequest
-from penstock.store.files import MAX_TEXT_BYTES
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 def train_predictors(
     model: Model,
-    file: Annotated[
-        str, Option("--text", metavar="FILE", help=f"A text, UTF-8, of at most {format_bytes(MAX_TEXT_BYTES)}.")
-    ],
+    file: Annotated[str, Option("--text", metavar="FILE", help=TEXT_HELP)],
     machine: Machine,
     work: Workload,
     weights: Weights = None,
@@ -54,10 +52,7 @@ def train_predictors(
     in int8, with how well it foretells. `eval --sparsity predict` measures what that costs in quality.
     """
     machine.prepare()
-    if work.context is not None or work.batch != 1 or work.prompt_tokens or work.output_tokens:
-        raise BadRequest(
-            "a text is read one window of 512 tokens at a time; --context, --batch and lengths are settled"
-        )
+    work.refuse_sizes("train-predictors reads")
     if work.sparsity != "auto":
         raise BadRequest("predictors learn from what a model fires by itself: --sparsity is settled")
     text, ask = read_text(file), work.ask(machine)
