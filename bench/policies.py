@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.report import model_folder
 from penstock.graph import cache, passes
 from penstock.graph.cache import ExpertCache
 from penstock.graph.ops import Route
@@ -271,9 +271,9 @@ def main() -> None:
     books = read_books(wanted.books)
     text, other = "\n".join(b.held_out for b in books), "\n".join(b.train[-len(b.held_out) :] for b in books)
     ask = Ask(context=WINDOW_TOKENS, prompt_tokens=WINDOW_TOKENS, output_tokens=1)
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        pack(wanted.model, Path(folder) / "packed", parse_format("float32"))
-        engine = Engine.load(Path(folder) / "packed", ask, Loading(cache=default_cache()))
+    with model_folder(None) as folder:
+        pack(wanted.model, folder / "packed", parse_format("float32"))
+        engine = Engine.load(folder / "packed", ask, Loading(cache=default_cache()))
         found = measure(engine, text, other, wanted.tokens)
         engine.close()
     print(table(found))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -158,8 +157,8 @@ def _measured(
     elif part == "predict":
         from bench.sparsity_trained import predicted
 
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as temporary:
-            yield from predicted(Path(temporary), wanted.characters)
+        with model_folder(None) as folder:
+            yield from predicted(folder, wanted.characters)
     else:
         from bench.sparsity_trained import trained
 

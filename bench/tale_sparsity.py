@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.report import model_folder
 from penstock.graph import ops, passes
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Task
@@ -224,6 +225,22 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def kinds_of(books: Path) -> list[list[str]]:
+    """The held-out ends of the books in a folder, of two kinds: those of philosophers, and the others."""
+    read = read_books(books)
+    return [[b.held_out for b in read if (Path(b.name).stem in PHILOSOPHERS) == wise] for wise in (True, False)]
+
+
+@contextmanager
+def packed_beside(model: Path, kinds: list[list[str]], tokens: int) -> Iterator[tuple[Packed, list[list[int]]]]:
+    """A checkpoint packed in float32 in a temporary folder, and token ids of each kind of text: at most `tokens`, from
+    each book alike."""
+    with model_folder(None) as folder:
+        packed = open_packed(pack(model, folder / model.name, FLOAT32))
+        tokenizer = Tokenizer.open(packed.folder)
+        yield packed, [[id for text in kind for id in tokenizer.encode(text)[: tokens // len(kind)]] for kind in kinds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, nargs="*", default=MODELS, help="checkpoints with ReLU")
@@ -232,17 +249,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--table", type=Path)
     wanted = parser.parse_args()
-    books = read_books(wanted.books)
-    kinds = [[b.held_out for b in books if (Path(b.name).stem in PHILOSOPHERS) == wise] for wise in (True, False)]
-    found = []
+    found, kinds = [], kinds_of(wanted.books)
     for model in wanted.model:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            packed = open_packed(pack(model, Path(folder) / model.name, FLOAT32))
-            tokenizer = Tokenizer.open(packed.folder)
-            texts = [
-                [token for text in kind for token in tokenizer.encode(text)[: wanted.tokens // len(kind)]]
-                for kind in kinds
-            ]
+        with packed_beside(model, kinds, wanted.tokens) as (packed, texts):
             found.append(measure(packed, texts))
     print(table(found))
     if wanted.table:

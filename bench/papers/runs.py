@@ -21,11 +21,9 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.papers import powerinfer, scheinfer, scheinfer_plans
@@ -174,22 +172,13 @@ def _prompt_s(spent: scheinfer_plans.Spent, seconds: Callable[[Plan, Cost, Seque
 def loads(tokens: int) -> Iterator[Ran]:
     import numpy as np
 
-    from bench.tale_sparsity import BOOKS, MODELS, PHILOSOPHERS, WINDOW_TOKENS, live_neurons
-    from penstock.serve.tokenizer import Tokenizer
-    from penstock.spec.format import FLOAT32
-    from penstock.store.pack import pack
-    from penstock.store.packed import open_packed
-    from tools.reference_text import read_books
+    from bench.tale_sparsity import BOOKS, MODELS, WINDOW_TOKENS, kinds_of, live_neurons, packed_beside
 
-    books = read_books(BOOKS)
-    kinds = [[b.held_out for b in books if (Path(b.name).stem in PHILOSOPHERS) == wise] for wise in (True, False)]
+    kinds = kinds_of(BOOKS)
     for model in MODELS:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            packed = open_packed(pack(model, Path(folder) / model.name, FLOAT32))
-            tokenizer = Tokenizer.open(packed.folder)
+        with packed_beside(model, kinds, tokens) as (packed, texts):
             counts = []
-            for kind in kinds:
-                ids = [token for text in kind for token in tokenizer.encode(text)[: tokens // len(kind)]]
+            for ids in texts:
                 windows = [np.array(ids[lo : lo + WINDOW_TOKENS], np.int32) for lo in range(0, len(ids), WINDOW_TOKENS)]
                 counts.append([fires.sum(0) for fires in live_neurons(packed, windows)])
         for room in ROOM:
