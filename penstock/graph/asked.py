@@ -11,9 +11,10 @@ records that were read into slots (`recent`). Passes that do not ask stream such
 
 Predictors that hear the layer before theirs (`Predictor.ahead`) are asked as soon as that layer's FFN has its input.
 So a disk has the next layer's reads before it is done with this layer's, and need not wait for attention. There is
-room for one unit more than a layer has (`Layout.asked_turns`): a unit's read is emitted as soon as the unit that had
-its room is computed. Room for two whole layers would take the place of neurons that stay: of OPT-6.7B within 2.4 GB
-those were 3 % instead of 6 %, and a token read 184 MB instead of 132 (docs/LOG.md).
+room for the records of one unit more than a layer has (`Layout.asked_turns`). A unit's read is emitted as soon as the
+unit that had its room is computed. Rejected: room for two whole layers, which leaves less memory to neurons that stay.
+Of OPT-6.7B within 2.4 GB, 3 % of the neurons stayed instead of 6 %, and a token read 184 MB instead of 132
+(docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from penstock.graph.records import Records
 from penstock.graph.tasks import Call, Pass, Slot, Task
 from penstock.spec.places import HOST, Executor, kernels_of, lane_between
 
-# Of a batch: kernels for few rows alone take activations that are there, and records apart from their biases
-# (csrc/simd_*.h, kFewRows).
+# The most rows of a batch that asks. Only the kernels for few rows take activations that were computed before, and
+# records without biases (csrc/simd_*.h, kFewRows).
 MOST_ROWS = 4
 
 Ask = Callable[[Call], Sequence[Sequence[int]]]
 
 
 class AskedUnits:
-    """The calls of a layer's units that are asked for. `predicted`: by the layer and the batch's id, the latest call
+    """Emits the calls of a layer's units that are asked for. `predicted`: for each layer and batch id, the latest call
     that said which neurons are active."""
 
     def __init__(self, calls: Calls) -> None:
@@ -55,12 +56,12 @@ class AskedUnits:
         self._taken: set[int] = set()  # turns whose room has a read that is not computed on yet
 
     def among(self, p: Pass, units: Sequence[int]) -> list[int]:
-        """Those of some units that this pass asks for."""
+        """The units among these whose records this pass asks for."""
         return [u for u in units if self._plan.units[u].asked] if p.stream.asks else []
 
     def ask(self, p: Pass, layer: int, executor: Executor, answer: Ask) -> Iterator[Task]:
-        """Emits the reads of the records that a pass asks for of a layer's units: of neurons that fire, which calls of
-        this layer compute first, or of neurons that a predictor has called active."""
+        """Emits the reads of the records that a pass asks for of a layer's units: of the neurons that fire, whose
+        activations are computed first, or of the neurons that a predictor has called active."""
         units = self.among(p, self._calls.shares(layer, "ffn", p.purpose).get(executor, ()))
         if not units:
             return
@@ -93,7 +94,7 @@ class AskedUnits:
                 self._recalls[u] = ops.Recall(self._layout.asked[u], self._layout.recent[u], held, kept)
 
     def computed(self, u: int) -> Iterator[Task]:
-        """Emits the reads that waited for the room of a unit, all calls on which are emitted."""
+        """Emits the reads that waited for the room of a unit. All calls that read the unit have been emitted."""
         self._taken.discard(self._layout.asked_turns[u])
         yield from self._begin()
 
@@ -106,7 +107,8 @@ class AskedUnits:
             yield from self._calls.emit.closed()
 
     def recall(self, u: int) -> None:
-        """Emits the copies between a unit's slots and the pages that were read of it."""
+        """Emits the call that copies records from a unit's slots to their places, and records that were read into
+        slots."""
         recall = self._recalls.pop(u, None)
         if recall is None or not (recall.held or recall.kept):
             return
@@ -120,7 +122,7 @@ class AskedUnits:
         self._recent[u].warm(rates)
 
     def values(self, u: int, batch: Batch) -> Slot:
-        """What the activations of a unit's neurons are: float32 [granules, T, 64]."""
+        """The slot of the activations of a unit's neurons, float32 [granules, T, 64]."""
         unit = self._plan.units[u]
         each = 4 * batch.total_rows * self._layout.parts[unit.part].granule_rows
         whole = self._layout.act(HOST, batch.id, "values")

@@ -4,20 +4,21 @@ A decode pass asks for the router's answer. It loads the experts that are missin
 the cache. Each expert's output is kept apart, and one call adds the outputs up in the order of the experts' numbers. So
 no bit depends on what a cache held, or on which load ended first.
 
-A layer with guesses (`Cache.guesses`) is guessed at while the layer before is computed: its router is asked about that
-layer's input of the FFN, which is much like its own. The likeliest experts that are missing are loaded behind that
-layer's own loads, so that the disk works on while attention is computed. A wrong guess costs its read, and the slot of
-another expert.
+The experts of a layer may be guessed (`Cache.guesses`) while the layer before is computed. The router of the guessed
+layer is asked about the FFN's input one layer before, which is much like its own input. The likeliest missing experts
+are loaded behind the loads of the layer before. So the disk works on while attention is computed. A wrong guess costs
+a read, and the slot of another expert.
 
 A cache in RAM is filled from a disk. A cache in a device's memory is filled from RAM: from where the experts are at
 home, or from a cache there. An expert that the device's cache misses is lifted if enough rows want it. The CPU computes
 the other missing experts meanwhile, and their outputs cross the link. After that these experts are lifted too, for
 later passes.
 
-If a layer has both caches, the cache in RAM is asked for the experts that the device's cache misses. Experts that it
-misses too are loaded from the disk first, in waves if its slots are few: an expert may leave RAM once the CPU has
-computed it, or once its lift was emitted. Experts that are on the device too leave RAM first, so that the two hold
-different ones, unless the device has few slots, whose experts soon come back (_FEW_SLOTS).
+If a layer has both caches, the cache in RAM is asked for the experts that the device's cache misses. Experts that the
+cache in RAM misses too are loaded from the disk first. If it has few slots, they are loaded in waves: an expert may
+leave RAM once the CPU has computed it, or once its lift was emitted. Experts that are on the device too leave RAM
+before others, so that the two caches hold different experts. This is not done if the device has few slots, since its
+experts are soon asked for in RAM again (_FEW_SLOTS).
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
 from penstock.spec.format import Kinds
 from penstock.spec.places import HOST, Executor, is_device, kernels_of, lane_between
 
-# Gives the experts that a router's call chose for each row, in rising order; of a guess, the likeliest first. It may be
-# called once the task with that call was handed out.
+# Gives the experts that a router's call chose for each row, in rising order. For a guess the likeliest come first. It
+# may be called once the task with that call was handed out.
 Answer = Callable[[Call], Sequence[Sequence[int]]]
 
 
-# A device's cache has few slots if it has less than this share of those in RAM. Where 128 experts are drawn by r^-0.5
-# and each cache has 40 slots, 33 % are in neither if those on the device leave RAM first, else 37 %. With 12 slots on
-# the device and 100 in RAM it is 18 % and 15 % (docs/LOG.md).
+# A device's cache has few slots if it has less than this share of the slots in RAM. With 128 experts, the r-th drawn
+# with a weight of r^-0.5, and 40 slots in each cache, 33 % of what is asked for is in neither cache if experts on the
+# device leave RAM first, else 37 %. With 12 slots on the device and 100 in RAM, it is 18 % and 15 % (docs/LOG.md).
 _FEW_SLOTS = 0.25
 
 
@@ -57,8 +58,9 @@ class _Sizes(NamedTuple):
 
 
 class Demand:
-    """The calls for experts that a layer's router has asked for. The lowering says which layer comes next. A layer's
-    own cache is that of the executor which adds the outputs up: the device's, if it has one there."""
+    """Emits the calls for experts that a layer's router has asked for. The lowering says which layer comes next. If a
+    layer has a cache on the device, that is its own cache, and the device adds the outputs up. Else its own cache is
+    the one in RAM, and the CPU adds them up."""
 
     def __init__(self, experts: ExpertCalls, calls: Calls, caches: Caches) -> None:
         self._experts, self._calls, self._caches = experts, calls, caches
@@ -79,13 +81,13 @@ class Demand:
         self._guessed: dict[int, list[int]] = {}  # layer → experts that were loaded for this pass by a guess
 
     def asks(self, layer: int, stream: Stream) -> Executor | None:
-        """The executor of the layer's own cache, where a pass reads of this layer only the experts that the router asks
-        for."""
+        """The executor of the layer's own cache. None if the layer has no cache, or if such a pass reads all experts
+        and not only those that the router asks for."""
         return self._cache_of[layer].executor if stream.asks and layer in self._cache_of else None
 
     def ask(self, p: Pass, layer: int, answer: Answer) -> Iterator[Task]:
-        """Asks the router, whose calls are emitted already. Emits loads and lifts of missing experts: as many as there
-        are slots whose experts are not wanted by this pass."""
+        """Asks the router, whose calls are emitted already. Emits loads and lifts of missing experts, as long as there
+        are slots whose experts this pass does not want."""
         emit, router = self._calls.emit, self._experts.router(layer)
         emit.close(kernels_of(router))
         yield from emit.closed()
@@ -101,8 +103,8 @@ class Demand:
         if beneath is not None:
             beneath.ask(missing)
             absent = beneath.missing(missing)
-            # Experts in RAM can be lifted at once. Of the absent ones, those to be lifted are loaded first: their way
-            # is longer.
+            # Experts in RAM can be lifted at once. Of the experts that are not in RAM, those that will be lifted are
+            # loaded first, since they have the longer way.
             self._absent = sorted(absent, key=lambda expert: expert in self._by_cpu)
             self._waiting.sort(key=lambda expert: expert in absent)
         if missing:
@@ -111,9 +113,9 @@ class Demand:
             yield from self._guess(p, layer + 1, answer)
 
     def demanded(self, p: Pass, layer: int, started: set[int], combines: bool) -> Iterator[Task]:
-        """Computes the experts that were asked for. Experts in the cache come first, then experts that a guess has
-        loaded, then each of the others when it is there. `started`: ids of batches whose sum has an addend already.
-        `combines`: the outputs are added up; else `combine` is to be called."""
+        """Emits the computation of the experts that were asked for: first of experts in the cache, then of experts that
+        a guess has loaded, then of each other expert when its load ends. `started`: ids of batches whose sum has an
+        addend already. `combines`: the outputs are added up too, else `combine` is to be called for that."""
         executor, emit = self._cache_of[layer].executor, self._calls.emit
         coming = {*self._brought, *self._waiting, *self._by_cpu, *self._ahead}
         present = self._all_wanted()
@@ -179,7 +181,8 @@ class Demand:
         return sum(list(row).count(expert) for rows in self._wanted.values() for row in rows)
 
     def _lifted_rows(self, layer: int) -> int:
-        """A missing expert of a device's cache that fewer rows want is computed by the CPU. 0 for a cache in RAM."""
+        """So many rows must want an expert that the device's cache misses, or the CPU computes it. 0 for a cache in
+        RAM."""
         cache = self._cache_of[layer]
         return cache.lifted_rows if is_device(cache.executor) else 0
 
@@ -200,7 +203,7 @@ class Demand:
         return sizes
 
     def _in_ram(self, layer: int, expert: int) -> Slot:
-        """An expert in RAM that a device's cache misses: in the cache beneath, or at home."""
+        """The slot of an expert in RAM that a device's cache misses: in the cache beneath, or at home."""
         beneath = self._beneath(layer)
         if beneath is not None:
             return self._cached(layer, HOST, [expert])[expert]
@@ -307,8 +310,8 @@ class Demand:
         self._compute_in(p, layer, executor, self._cached(layer, executor, experts))
 
     def _compute_by_cpu(self, p: Pass, layer: int) -> list[int]:
-        """Has the CPU compute the experts that are its own and in RAM: those that this pass has read each by itself,
-        when its load ends. Returns them."""
+        """Has the CPU compute those of its experts that are in RAM by now, and returns them. Each expert that this pass
+        has loaded is a task of its own, which begins when the load ends."""
         beneath = self._beneath(layer)
         there = [e for e in self._by_cpu if beneath is None or beneath.slot(e) is not None]
         self._compute_in(p, layer, HOST, {e: self._in_ram(layer, e) for e in there if e not in self._read})
@@ -318,7 +321,8 @@ class Demand:
         return there
 
     def _copy_outputs(self, p: Pass, layer: int, experts: Sequence[int]) -> None:
-        """Copies the outputs of experts that the CPU computes to the device, those of neighbouring addends together."""
+        """Copies the outputs of experts that the CPU computes to the device. Outputs that lie side by side are one
+        copy."""
         executor, row_bytes = self._cache_of[layer].executor, 4 * self._plan.target.spec.d_model
         for batch in p.batches if experts else ():
             source, target = (self._experts.outputs(layer, at, batch) for at in (HOST, executor))
@@ -348,12 +352,12 @@ class Demand:
             self._experts.add(layer, u, executor, weights, batch, cost, expert_rows, False, outputs)
 
     def combined(self) -> None:
-        """The outputs were added up by calls that are known from another pass."""
+        """Notes that the outputs were added up, by calls that are known from another pass."""
         self._to_combine = None
 
     def combine(self, p: Pass) -> None:
-        """Emits the calls that add up the outputs of the layer whose experts were computed last, where that is left to
-        do."""
+        """Emits the calls that add up the outputs of the layer whose experts were computed last, if they are not added
+        up yet."""
         if self._to_combine is None:
             return
         layer, started = self._to_combine

@@ -1,9 +1,9 @@
 """Turns calls into tasks: derives the edges from the slots, and fuses neighbouring calls of a lane into one task.
 
 A call joins its lane's open task unless it has to wait for another lane. So where nothing streams, a whole step is one
-task. An edge is kept only where it says something new: to wait for a task is to wait for all earlier tasks of its lane
+task. An edge is kept only if it says something new. For to wait for a task is to wait for all earlier tasks of its lane
 too, and a lane that has waited for a task once need not wait for it again. Tasks of one lane end in their order, except
-loads of a disk. So a load waits for an earlier load into the same bytes if no task read them in between.
+loads of a disk. So a load waits for an earlier load into the same bytes if no task has read these in between.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _TOUCHES = {
     op.definition: tuple((o.field, o.many, o.mode in "r+", o.mode in "w+") for o in op.operands if o.mode != "s")
     for op in ops.OPS.values()
 }
-_UNTRACKED = (".weights", ".scratch")  # weights are constant while passes run, scratch is private to one lane
-_MOVING = (".ring", ".window", ".cache")  # these hold other content in every pass
+# Arenas whose slots make no edges: weights are constant while passes run, and scratch is private to one lane.
+_UNTRACKED = (".weights", ".scratch")
+_MOVING = (".ring", ".window", ".cache")  # arenas that hold other content in every pass
 _MOST_ALIKE = 4096  # tasks that are remembered, to find later ones that are like them
 
 
@@ -77,7 +78,7 @@ class Emitter:
         self._add((lane,), call)
 
     def close(self, lane: Lane) -> None:
-        """The lane's open task takes no more calls."""
+        """Closes the lane's open task: it takes no more calls."""
         task = self._open.pop(lane, None)
         if task is None:
             return
@@ -112,8 +113,8 @@ class Emitter:
             yield from closed
 
     def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
-        """New (id, after) for tasks of an earlier pass that come again. No task may be open. The next task of each lane
-        will wait for all of these."""
+        """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The next task of each
+        lane will wait for all of these."""
         new_id = {task.id: self._next_id + i for i, task in enumerate(tasks)}
         lane_of = {task.id: task.lanes[0] for task in tasks}
         self._next_id += len(tasks)
@@ -129,7 +130,7 @@ class Emitter:
         return adopted
 
     def again(self, task: Task, calls: Sequence[Call], nbytes: int, flops: int) -> None:
-        """A task of an earlier pass comes again, with other positions: `calls`, and their bytes and flops."""
+        """Emits a task of an earlier pass again, with other positions: with `calls`, their bytes and their flops."""
         (lane,) = task.lanes
         self.close(lane)
         waits = self._ended.pop(lane, {})
@@ -162,7 +163,8 @@ class Emitter:
         yield from self.closed()
 
     def _unknown(self, lane: Lane, waits: dict[Lane, int]) -> dict[Lane, int]:
-        """Those of some tasks, by their lanes, that a lane has not waited for yet. It does now, so they are closed."""
+        """The tasks among `waits`, by their lanes, that this lane has not waited for yet. It waits for them now, so
+        they are closed."""
         waited_for = self._waited_for.setdefault(lane, {})
         waits = {other: task for other, task in waits.items() if task > waited_for.get(other, -1)}
         waited_for.update(waits)

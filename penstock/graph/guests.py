@@ -6,8 +6,8 @@ layer's K or V pool. A pass says up to which page its pools are used (`Pass.page
 that is loaded there once, in place of the ring, and the passes that follow do not load it. When sequences need its
 pages, it streams through the ring again: nothing has to be written back.
 
-Guests lie one beside the other from the end of a pool on, the smaller units first. So the room that they need grows
-page by page too, and requests are to be given the first pages first (`serve.pages`).
+Guests lie one beside the other from the end of a pool on, the smallest unit at the very end. So guests leave one after
+the other when sequences grow page by page, if requests are given the first pages first (`serve.pages`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pool(NamedTuple):
 
 
 class Guest(NamedTuple):
-    """Room for a unit at the end of a pool. `first_page`: of the pages that it reaches into."""
+    """Room for a unit at the end of a pool. `first_page`: the first page of the pool that this room reaches into."""
 
     slot: Slot
     first_page: int
@@ -54,8 +54,8 @@ def is_guest(plan: Plan, unit: Unit) -> bool:
 
 
 def guests(plan: Plan, pools: Iterable[Pool]) -> dict[int, Guest]:
-    """The number of a unit → its room, for as many units of each layer as its pools have room for. The first page of a
-    pool is no guest's, or nobody could ask anything."""
+    """The number of a unit → its room, for as many units of each layer as its pools have room for. No guest lies in the
+    first page of a pool, or no request could ever begin."""
     by_layer: dict[int, list[int]] = {}
     for u, unit in enumerate(plan.units):
         if is_guest(plan, unit):

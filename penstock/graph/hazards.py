@@ -1,8 +1,8 @@
 """Finds the earlier tasks that a task must come after: the last writer of each byte range, and its readers since.
 
-Each arena is kept as disjoint segments, sorted by address. A read depends on the segment's writer. A write depends on
-its readers, which came after the writer, or on the writer where nobody has read. Of readers only the latest task per
-lane is kept, since to wait for a task is to wait for all earlier tasks of its lane too.
+Each arena is kept as disjoint segments, sorted by address. A read of a segment depends on its last writer. A write
+depends on the readers since then, or on the last writer if nobody has read. Only the latest reader of each lane is
+kept, since to wait for a task is to wait for all earlier tasks of its lane too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Hazards:
         self._exact: dict[str, dict[Slot, Segment]] = {}
 
     def exactly(self, slot: Slot) -> Segment | None:
-        """The segment of these very bytes, if there is one. Nearly always there is: the same operand comes again. It is
-        to be used before the next `record`, which may split it."""
+        """The segment of exactly these bytes, if there is one. Nearly always there is, since the same operands come
+        again. The segment is to be used before the next `record`, which may split it."""
         arena, lo, hi = slot
         exact = self._exact.get(arena)
         if exact is None:

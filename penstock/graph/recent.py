@@ -1,11 +1,11 @@
 """Which records of neurons lie in the slots of a unit that is asked for (`Unit.recent_slots`), and which one leaves.
 
-A neuron that passes ask for often stays. Each pass that asks for it is a use, and a use counts half after HALF_LIFE
-passes. A missing neuron takes the slot of the one that was used least, if it was itself used more. So a neuron that
-comes once pushes nobody out. On text that trained models read, slots by the last use read 4 to 13 % more records than
-slots by uses do (docs/LOG.md).
+The neurons that passes ask for most often stay. Each pass that asks for a neuron is a use of it, and a use counts half
+after HALF_LIFE passes. A missing neuron takes the slot of the neuron that was used least, if it was itself used more.
+So a neuron that is asked for once pushes no other one out. Rejected: the slot of the neuron whose last use is longest
+ago. On text that trained models read, that made passes read 4 to 13 % more records (docs/LOG.md).
 
-What a slot holds is a function of the passes before alone, so a run's tasks can be derived again from its answers.
+What a slot holds depends on the passes before alone, so a run's tasks can be derived again from its answers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RecentRecords:
         return tuple(self._lo + n for n in self._held)
 
     def ask(self, neurons: Sequence[int]) -> tuple[Placed, list[int]]:
-        """A pass wants these neurons, in rising order: (those in slots, those to be read)."""
+        """Notes that a pass wants these neurons, in rising order. Returns those in slots, and those to be read."""
         self._use *= 2 ** (1 / HALF_LIFE)
         if self._use > _MOST_USES:
             self._uses = array("f", (uses / self._use for uses in self._uses))
@@ -63,8 +63,8 @@ class RecentRecords:
         return placed.tobytes(), missing
 
     def admit(self, neurons: Sequence[int], missing: Iterable[int]) -> Placed:
-        """The slots that some of the missing neurons take. `neurons`: all that this pass asked for, which do not
-        leave."""
+        """Gives slots to some of the missing neurons. `neurons`: all that this pass asked for. None of them leaves its
+        slot."""
         lo, held, slot_of, uses = self._lo, self._held, self._slot_of, self._uses
         coming = [n - lo for n in missing]
         placed = array("I")

@@ -1,14 +1,17 @@
-"""Reuses the tasks of a pass for later passes of the same shape: for every token of a model that is all in memory.
+"""Reuses the tasks of a pass for later passes of the same shape. In a model that lies in memory whole, these are the
+passes of all tokens.
 
-The shape of a pass is its purpose, and of each batch the numbers of sequences, of rows, and of rows that want logits.
-If sequences have consecutive pages, their ids, and whose the rows are, belong to the shape too. Where nothing streams,
-two passes of one shape differ only in positions, in pages, and in the cost of attention there. The first is lowered.
-The others are views of its tasks, which takes microseconds instead of 1.7 ms (16 layers, of a step of some 18 ms). A
-pass begins when the pass before has ended, so edges from one pass to the next say nothing new.
+The shape of a pass is its purpose, and for each batch the numbers of sequences, of rows, and of rows that want logits.
+If sequences have consecutive pages, the ids of the sequences and which rows are whose belong to the shape too. If
+nothing streams, two passes of one shape differ only in positions, in pages, and in the cost of attention there. So only
+the first one is lowered. The tasks of the others are views of its tasks, which takes microseconds instead of 1.7 ms (16
+layers, where a step takes 18 ms). A pass begins when the pass before has ended, so edges from one pass to the next
+would say nothing new.
 
-The form of a pass is less: its purpose, its batches, and whether these want logits or hidden states. If pages are
-consecutive, whose they are belongs to it too. Native programs take numbers of rows and sequences as data, and never
-look at calls, so they run the tasks of any pass of the same form. A server's passes have a handful of forms.
+The form of a pass is less than its shape: its purpose, its batches, and whether these want logits or hidden states. If
+pages are consecutive, the ids of the sequences belong to it too. Native programs take numbers of rows and sequences as
+data, and never look at calls. So they run the tasks of any pass of the same form. A server's passes have a handful of
+forms.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from penstock.graph.tasks import Call, Pass, Task
 from penstock.spec.places import CPU, Lane, is_device, kernels_of
 from penstock.spec.plan import Plan
 
-# Shapes that are remembered, and forms: those seen last. Of one sequence four shapes come. Of a server's: a shape for
-# each number of answers, the same beside full rows of prompts, and one for the odd rest of a prompt.
+# So many shapes and forms are remembered, those seen last. A single sequence has four shapes. A server's passes have a
+# shape for each number of answers, the same again beside full rows of prompts, and one for the odd rest of a prompt.
 _KEPT = 16
 
 Shape = tuple[object, ...]
 Adopt = Callable[[Sequence[Task]], list[tuple[int, tuple[int, ...]]]]  # as `Emitter.adopt`: tasks → (new id, after)
-# Calls of attention that cost the same: the first layer with such attention, KV heads, KV bytes of a token in one head
-# (K or V), batch.
+# A kind of calls of attention, which all cost the same: the first layer with such attention, its KV heads, the bytes of
+# a token's K (or V) in one head, and the batch.
 Kind = tuple[int, int, int, int]
 
 
@@ -97,8 +100,8 @@ class _MovedCalls(Sequence[Call]):
 
 
 class Repeats:
-    """Remembers the tasks of the latest few shapes of passes. Of plans that stream it remembers nothing. `adopt`: the
-    emitter's."""
+    """Remembers the tasks of the latest few shapes of passes, for plans that stream nothing. `adopt`:
+    `Emitter.adopt`."""
 
     def __init__(self, plan: Plan, layout: Layout, adopt: Adopt) -> None:
         self._plan, self._layout, self._adopt = plan, layout, adopt
@@ -158,20 +161,21 @@ class Repeats:
 
 
 def shape_of(p: Pass) -> Shape:
-    """All that decides a pass's tasks, but for positions and what follows from them."""
+    """All that decides a pass's tasks, except positions and what follows from these."""
     return (p.purpose, tuple(batch.shape for batch in p.batches))
 
 
 def form_of(p: Pass) -> Shape:
-    """All that decides a pass's tasks, but for positions, numbers of rows, of sequences and of rows with logits, and
-    what follows from them."""
+    """All that decides a pass's tasks, except positions, the numbers of rows, of sequences and of rows with logits, and
+    what follows from these."""
     return (p.purpose, tuple(batch.form for batch in p.batches))
 
 
 def likened_lanes(plan: Plan, layout: Layout) -> tuple[Lane, ...]:
-    """The lanes whose tasks may be like earlier ones, though passes differ (where they do not, `Repeats` finds them).
-    The CPU's: of plans that ask. A device's: where weights stream to it, since each pass has them where the pass before
-    had them. Not where a cache or the rows decide what a task is."""
+    """The lanes on which a task may be like an earlier task, though the passes differ. (If passes do not differ,
+    `Repeats` finds whole passes.) The CPU's lane is one of them if the plan asks. A device's lane is one of them if
+    weights stream to the device, since each pass has them where the pass before had them, unless a cache or the numbers
+    of rows decide what its tasks are."""
     lanes = (CPU,) if plan.asks else ()
     recorded = is_device(plan.main) and not plan.caches and not layout.delegated
     return (*lanes, kernels_of(plan.main)) if recorded else lanes

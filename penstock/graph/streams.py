@@ -60,7 +60,7 @@ class Streams:
         return not any(self._stream(stream, tier) for stream in each for tier in self._rings)
 
     def begin(self, p: Pass) -> None:
-        """A pass begins. Units that were loaded ahead for it stay in the rings."""
+        """Begins a pass. Units that were loaded ahead for it stay in the rings."""
         blocks = 2 * len(self._plan.target.spec.layers) + int(p.stream.logits)
         free = {u for u, guest in self._guests.items() if p.pages_used is not None and p.pages_used <= guest.first_page}
         self._staying &= free
@@ -75,16 +75,16 @@ class Streams:
             self._stage.begin([load for load in waiting if self._plan.units[load[0][0]].home != HOST], [])
 
     def begin_block(self, number: int) -> None:
-        """Block `number` of the pass is emitted from here on."""
+        """Begins block `number` of the pass: the calls that are emitted from here on belong to it."""
         self._last_block = number + _BLOCKS_AHEAD[self._plan.order]
         if self._plan.order == "saving":  # the ring is small: each block takes the bytes of the block before it
             for ring in (*self._rings.values(), self._stage):
                 ring.rewind()
 
     def cut(self, u: int, stream: Stream) -> Iterator[tuple[int, int, Slot | None]]:
-        """Cuts a unit's granules into runs lo..hi. Each expert that lies in a cache of its executor is a run with its
-        slot. The experts missing between them are runs with None, whose slots `take` gives. A unit of another kind is
-        one run, and so are experts whose executor has no cache."""
+        """Cuts a unit's granules into runs lo..hi. Each expert that lies in a cache of its executor is a run, with its
+        slot. The missing experts between two of these are a run too, with None: `take` gives its slot. A unit of
+        another kind is a single run, and so is a unit of experts whose executor has no cache."""
         unit, part = self._plan.units[u], self._layout.parts[self._plan.units[u].part]
         executor = unit.executor(stream.purpose)
         cache = self._caches.get((part.layer, executor)) if part.kind == "experts" else None
@@ -114,7 +114,7 @@ class Streams:
         return self._rings[unit.executor(stream.purpose)].take((u, *(run or (unit.lo, unit.hi))))
 
     def release(self, u: int, stream: Stream, run: tuple[int, int] | None = None) -> None:
-        """The unit's last call is emitted, so its bytes in the ring are free for loads that wait."""
+        """Frees a unit's bytes in the ring for loads that wait: the last call that reads the unit is emitted."""
         unit = self._plan.units[u]
         if self._layout.streams(unit, stream) and u not in self._staying:
             self._emit.close(kernels_of(unit.executor(stream.purpose)))

@@ -1,8 +1,9 @@
-"""Hands out again what a pass computes between the experts of two layers: it is the same in every pass of one shape.
+"""Reuses the calls between the experts of one layer and those of the next, which are the same in every pass of a shape.
 
-Where experts are asked for, each layer's tasks depend on the answer. But between the experts of one layer and the
-question to the next router lie the same calls each time: the sum of the outputs, the merge, attention, a norm, the
-router. They are one task of the CPU. It is lowered once a layer, and then handed out with other positions.
+If experts are asked for, each layer's tasks depend on the router's answer. But from a layer's experts to the question
+to the next router the calls are the same in each pass: the sum of the outputs, the merge, attention, a norm, the
+router. These calls are a stretch: one task of the CPU. It is lowered once for each layer, and after that it is handed
+out with other positions.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Stretches:
         return self._may and p.purpose != "prefill" and p.stream.asks and self._streams.idle(p)
 
     def step(self, p: Pass, layer: int, lowered: Iterator[Task]) -> Iterator[Task]:
-        """The stretch before a layer's experts. `lowered`: yields it, where it is not known."""
+        """Yields the stretch before a layer's experts. `lowered`: lowers it, if it is not known yet."""
         emit, shape = self._calls.emit, shape_of(p)
         emit.close(CPU)
         yield from emit.closed()

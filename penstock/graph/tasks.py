@@ -1,10 +1,10 @@
 """The elements of a schedule: slots, calls, tasks and passes. They are NamedTuples, since a step of a large model makes
 thousands of them.
 
-A Slot is a byte range of an arena. Two tasks conflict where their ranges overlap and one of them writes. A Call is one
-op on one executor. A Task is a sequence of calls that run in order on the task's lanes. To wait for a task is to wait
-for all earlier tasks of its lane too. So `after` names only the latest task of each lane. It names a task of its own
-lane only on a disk, whose loads may end in another order than they began.
+A Slot is a byte range of an arena. Two tasks conflict if their ranges overlap and one of the tasks writes. A Call is
+one op on one executor. A Task is a sequence of calls that run in order on the task's lanes. To wait for a task is to
+wait for all earlier tasks of its lane too. So `after` names at most one task of each lane, the latest. It names a task
+of its own lane only on a disk, whose loads may end in another order than they began.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.spec.plan import Unit
 
 
 class Stream(NamedTuple):
-    """All that decides which weights a pass reads, in which order. `logits`: the pass reads the head. `few`: a prompt
-    has so few rows that the pass asks routers which experts they want, as a decode pass does."""
+    """All that decides which weights a pass reads, and in which order. `logits`: the pass reads the head. `few`: the
+    pass is of a prompt with so few rows that it asks routers which experts they want, as a decode pass does."""
 
     purpose: str
     logits: bool
@@ -37,15 +37,15 @@ class Stream(NamedTuple):
 class Pass(NamedTuple):
     """One step of the model over its batches. `then`: what the next pass will read, None = nothing. `few`: as in
     `Stream`. `pages_used`: the pages of the pools from this number on hold nothing that anybody wants, so units may
-    stay there (`Plan.guests`); None where that is not known.
+    stay there (`Plan.guests`); None if that is not known.
 
-    purpose         prefill: rows of prompts, by the units' executors for prefill
-                    decode: a row of each answer, by the executors for decode; where layers have predictors, of the
-                    neurons that these name
-                    mixed: rows of prompts beside rows of answers, by the executors for decode, all neurons. Its weights
-                    stream as those of decode do; experts that have a cache stream whole, unless `few`. Where many rows
-                    are computed faster by the executors for prefill, a server's passes with both are prefill instead
-                    (`planner.pace`)
+    purpose         prefill: rows of prompts, computed by the units' executors for prefill
+                    decode: one row of each answer, computed by the executors for decode. If layers have predictors,
+                    only the neurons that these call active are computed
+                    mixed: rows of prompts beside rows of answers, computed by the executors for decode, with all
+                    neurons. The weights stream as in decode, but experts that have a cache stream whole, unless `few`.
+                    If the executors for prefill are predicted to read prompts faster, a server's passes with both
+                    kinds of rows are prefill instead (`planner.pace`)
     """
 
     purpose: str
@@ -128,7 +128,7 @@ def streamed_bytes(task: Task, units: Sequence[Unit]) -> int:
 
 
 def fetched_bytes(task: Task) -> int:
-    """The most bytes that a task reads for single embedding rows. Tokens that share a granule share its read."""
+    """The most bytes that a task reads for single embedding rows. It reads less if tokens share a granule."""
     return sum(call.bytes for call in task.calls if call.op == "fetch")
 
 
@@ -150,7 +150,7 @@ def link_bytes(task: Task) -> dict[Lane, int]:
 
 
 def link_lane(copy: Copy) -> Lane:
-    """The lane, so the direction of the link, that a copy of activations takes."""
+    """The lane of the link, one of its two directions, that a copy of activations takes."""
     source, target = (tier_of(slot.arena) for slot in (copy.source, copy.target))
     return lane_between(source, target)
 
