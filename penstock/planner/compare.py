@@ -17,7 +17,8 @@ _LEAST_WIDTH = 28  # of the column of names, in characters
 
 
 def bytes_per_tier(plan: Plan) -> dict[Tier, int]:
-    """Tier → bytes that the plan takes of it: of a memory everything, of a disk the weights and KV at home there."""
+    """Tier → bytes that the plan takes of it. Of a memory that is all bytes, of a disk the weights and KV at home
+    there."""
     used = dict(plan.tier_bytes())
     for home, nbytes in weights_bytes(plan).items():
         if is_disk(home):
@@ -47,8 +48,8 @@ def comparison(solved: Solved) -> str:
 
 
 def listed(solved: Solved) -> str:
-    """What `comparison` shows, for a terminal that the table has no room in: some lines for each plan, each figure with
-    its name. Lines of a broken table cannot be told apart."""
+    """What `comparison` shows, for a terminal that is too narrow for the table: some lines for each plan, each figure
+    with its name. If the table's lines were broken instead, nobody could tell its columns apart."""
     lines = ["compared, the chosen first:"]
     for name, each in zip(_names([c.candidate for c in solved.compared]), solved.compared, strict=True):
         p, used = each.prediction, bytes_per_tier(each.candidate.plan)
@@ -91,8 +92,8 @@ def to_json(compared: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 def _names(candidates: Sequence[Candidate]) -> list[str]:
-    """A name for each candidate: its strategy, and others that came to the same plan. If several plans have the same
-    strategy, the details are added in which these differ."""
+    """A name for each candidate: its strategy, and the strategies that came to the same plan. If several plans have the
+    same strategy, the details in which these plans differ are added."""
     plans: dict[str, list[Plan]] = {}
     for candidate in candidates:
         plans.setdefault(candidate.strategy, []).append(candidate.plan)

@@ -1,7 +1,7 @@
-"""Corrects how many rows of prompts go along with answers, by what a server's passes take.
+"""Corrects how many rows of prompts go along with answers, by the time that a server's passes take.
 
-`planner.pace` chooses the rows by prediction. On figures of a machine that was busy when it was probed it chose two
-rows where six are right, and a prompt of 512 tokens then took 256 passes.
+`planner.pace` chooses the rows by prediction. With the figures of a machine that was busy when it was probed, it chose
+two rows where six would have been right, and a prompt of 512 tokens took 256 passes.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ from collections import deque
 from penstock.planner.pace import LONGEST_GAP, room_for_prompts
 from penstock.spec.plan import Plan
 
-# Passes with so many rows of prompts are compared at a time, with as many at most of those without.
+# So many passes with rows of prompts are compared at a time, with at most as many passes without.
 _COMPARED = 16
-# Of those without prompts so many have to be known.
+# So many passes without prompts have to be known.
 _LEAST_ALONE = 8
-# What rows may add to a gap is LONGEST_GAP - 1. While they add between these shares of it, they are left as they are:
-# one spell of a machine gave 1.44 times the gap, and the next one 1.53, with the same rows.
+# Rows may make a gap longer by LONGEST_GAP - 1. Their number is not changed as long as they make it longer by between
+# these shares of that. With the same rows, a machine gave 1.44 times the gap in one spell, and 1.53 in the next.
 _LITTLE, _MUCH = 0.6, 1.2
-# A pass counts for what answers wait if so large a share of all sequences speaks. Beside one answer a row adds more of
-# the gap than beside seven.
+# A pass counts if so large a share of all sequences has answers under way. Beside one answer, a row makes the gap
+# longer by a larger share than beside seven.
 _BUSY_SHARE = 0.75
-# After so many comparisons it is tried again what was once too many: the machine may have had a slow spell.
+# After so many comparisons, a number of rows that was once too large is tried again: the machine may have had a slow
+# spell.
 _FORGOTTEN = 32
 
 
 class MeasuredPace:
-    """The rows of prompts in a pass beside answers, of a server of `plan`: `rows` at first. `reason`: why they are no
-    longer these, for the user; None while they are."""
+    """How many rows of prompts a pass has beside answers, on a server that runs `plan`. It begins with `rows`.
+    `reason`: for the user, why the number was changed; None as long as it was not."""
 
     def __init__(self, plan: Plan, rows: int) -> None:
         self.rows = rows
         self.reason: str | None = None
         self._least, self._most = _range(plan, rows)
         self._speaking = max(1.0, _BUSY_SHARE * (plan.batch_seqs * plan.batches_per_pass - 1))
-        self._alone: dict[int, deque[float]] = {}  # by the number of answers, seconds of the latest passes
-        self._beside: dict[int, list[float]] = {}  # of passes with `rows` rows of prompts, since these were chosen
+        # Seconds by the number of answers: of the latest passes without prompts, and of passes with `rows` rows of
+        # prompts since this number was chosen.
+        self._alone: dict[int, deque[float]] = {}
+        self._beside: dict[int, list[float]] = {}
         self._too_many: int | None = None
         self._comparisons = 0  # since `_too_many` was found
 
     def note(self, speaking: int, prompt_rows: int, seconds: float) -> bool:
-        """Notes what a pass took, with a row of each of `speaking` answers and `prompt_rows` rows of prompts. Returns
-        whether `rows` has changed."""
+        """Notes the seconds of a pass with one row of each of `speaking` answers, and `prompt_rows` rows of prompts.
+        Returns whether `rows` has changed."""
         if speaking < self._speaking:
             return False
         if not prompt_rows:
@@ -75,13 +78,14 @@ class MeasuredPace:
         return True
 
     def _better(self, longer: float) -> int:
-        """The rows to take where so many as now make gaps longer by this share. Each row costs the same where passes
-        are bound by arithmetic. Where weights stream the first rows cost nothing, and one step at most doubles them."""
+        """How many rows to take if the present number makes gaps longer by the share `longer`. If passes are bound by
+        arithmetic, each row costs the same. If weights stream, the first rows cost nothing; so one step at most doubles
+        the rows."""
         most_longer = LONGEST_GAP - 1
         if _LITTLE * most_longer <= longer <= _MUCH * most_longer:
             return self.rows
         if longer > most_longer:
-            if self.rows > self._least:  # fewer are not taken, so it says nothing of more
+            if self.rows > self._least:  # the least rows are taken even if they are too many
                 self._too_many, self._comparisons = self.rows, 0
             rows = min(self.rows - 1, int(self.rows * most_longer / longer))
         else:
@@ -93,8 +97,8 @@ class MeasuredPace:
 
 
 def _range(plan: Plan, rows: int) -> tuple[int, int]:
-    """The fewest and the most rows that may be taken in place of `rows`. A pass foretells whether the next one asks
-    units for rows or takes them whole, which goes by the rows that both may have (`Plan.asking_rows`). So a change does
-    not go from the one to the other."""
+    """The fewest and the most rows that may be taken in place of `rows`. Passes of up to `Plan.asking_rows` rows ask
+    for records of neurons, and longer ones stream units whole. A pass foretells which of both the next one does. So a
+    change of the rows must not lead from one to the other."""
     most, asking = room_for_prompts(plan), plan.asking_rows - plan.batch_seqs + 1
     return (1, min(most, asking)) if rows <= asking else (min(rows, max(1, asking + 1)), most)

@@ -1,8 +1,8 @@
 """Decides how many rows of prompts go through the model together with answers that are under way, by the planner's own
 simulation.
 
-A pass reads the weights that stream once, whatever its rows. So some rows of prompts cost nothing, until the pass is
-bound by arithmetic.
+A pass reads the weights that stream once, however many rows it has. So the first rows of prompts cost nothing. Further
+rows cost time once the pass is bound by arithmetic.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from penstock.planner.shorten import short
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
-# A prompt that joins may make a pass so many times as long by prediction. The bars are 1.5 for the 95th percentile of
-# the others' gaps, and 3.5 for the prompt's first token over its time alone. A row costs as much in a small pass as in
-# a large one. So passes that take g times as long give a first token after 1 + 1 / (g - 1) times as long at best: 3.5
-# with 1.4, 3.0 with 1.5. Rejected: 1.55, which gave the same six rows beside eight answers of 1B in RAM.
+# A prompt that joins may make a pass so many times as long by prediction. Two bars are to be met: the 95th percentile
+# of the others' gaps may be 1.5 times as long as without the prompt, and the prompt's first token may come after 3.5
+# times its time alone. A row costs as much in a small pass as in a large one. So if passes take g times as long, the
+# first token comes after 1 + 1 / (g - 1) times its time alone at best: 3.5 with g = 1.4, and 3.0 with g = 1.5.
+# Rejected: 1.55, which gave the same six rows beside eight answers of a 1B model in RAM.
 LONGEST_GAP = 1.5
-# Where eight rows take 1.6 times as long, four are read in 1.25, and six in 1.4: a third fewer passes.
+# Numbers between powers of two are tried too. If passes with eight rows take 1.6 times as long, those with four take
+# 1.25, and those with six 1.4: a prompt then needs a third fewer passes than with four.
 _HALVINGS = 3
 
 
@@ -37,10 +39,12 @@ class Pace:
 
 
 def pace(plan: Plan, machine: MachineSpec) -> Pace:
-    """The most rows, of the numbers that are tried, with which a pass takes at most LONGEST_GAP times as long as
-    without any; at least 1, or no prompt would ever end. Tried are powers of two, all that there is room for, and
-    _HALVINGS numbers between the last that will do and the first that will not. If some units have another executor for
-    prefill than for decode, both purposes are tried, and the one that reads prompts faster is taken. Sequences are
+    """The most rows of prompts with which a pass takes at most LONGEST_GAP times as long as without any; at least 1, or
+    no prompt would ever end.
+
+    These numbers are tried: powers of two, the most rows that there is room for, and _HALVINGS numbers between the last
+    number that will do and the first that will not. If some units have another executor for prefill than for decode,
+    both purposes are tried, and the one that reads prompts faster is taken. In the simulated passes, sequences are
     half-way through their context, or have half of their share of the pages."""
     plan = short(plan)
     most = max(plan.chunk_rows, plan.batch_seqs)

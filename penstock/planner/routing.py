@@ -27,25 +27,31 @@ from penstock.spec.plan import Plan
 from penstock.spec.predictors import Predictors
 from penstock.spec.profile import Profile
 
-# In a stated trace, the r-th most wanted expert of a layer is drawn with a weight of r to this power.
+# In a stated trace, the r-th most popular expert of a layer is drawn with a weight of r to this power.
 SKEW = -0.5
 # A stated trace has 160 tokens, which is more than a prediction asks for, and 8 different layers, after which the
 # layers repeat. Models with many experts have fewer different layers, so that at most 2^19 numbers are drawn.
 _TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
-# Steps towards rates of a given mean, and how near they end. Some rates reach 1, so that one factor does not do.
+# Rates are brought to a given mean in at most so many steps, and to within this distance of it. One step is not enough,
+# since rates that would exceed 1 are cut to 1.
 _SCALINGS, _CLOSE = 16, 1e-3
-_TOKENS_DRAWN = 16  # different tokens of which it is drawn who fires
+_TOKENS_DRAWN = 16  # for so many different tokens it is drawn which neurons fire
 
 Token = tuple[int, ...]  # the experts that a token goes to, ascending
 
 
 @dataclass(frozen=True)
 class RouterTrace:
-    """The answers of routers, and which neurons fire. `layers`: for each layer, the tokens in the order in which they
-    came; none for dense layers. `source`: where the trace is from. `guesses`: for each layer, its router's answers to
-    the input of the FFN one layer before, for the same tokens, the likeliest expert first; none if they were not
-    recorded. `fires`: for each layer, the share of tokens in which the neuron at each place of the packed model fires,
-    as float32; none if that is not known."""
+    """The answers of routers, and how often neurons fire.
+
+    layers   for each layer, the experts of each token, in the order of the tokens; empty for a dense layer
+    source   where the trace is from
+    guesses  for each layer, its router's answers to the input of the FFN one layer before, for the same tokens, the
+             likeliest expert first; empty if they were not recorded
+    fires    for each layer, float32 [neurons]: the share of tokens in which the neuron at each place of the packed
+    model
+             fires; empty if that is not known
+    """
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
@@ -75,8 +81,8 @@ def recorded(profile: Profile, spec: ModelSpec) -> RouterTrace:
 
 
 def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace:
-    """The rates at which neurons fire, by a model's profile. `orders`: of the layers' neurons (`spec.order`). A layer
-    without one has the checkpoint's order."""
+    """The rates at which neurons fire, by a model's profile. `orders`: the orders of the layers' neurons in the packed
+    model (`spec.order`). A layer without one has the checkpoint's order."""
     fires = []
     for each in profile.neurons:
         counts = each.counted()
@@ -86,9 +92,9 @@ def firing(profile: Profile, orders: Mapping[int, Sequence[int]]) -> RouterTrace
 
 
 def called(spec: ModelSpec, predictors: Predictors, known: RouterTrace | None) -> RouterTrace:
-    """The rates at which a model's predictors call neurons active. Each layer's rates add up to the number that its
-    predictor is known to call active. They have the ratios of the rates at which neurons fire, if a profile has these
-    (`known`), else all are equal."""
+    """The rates at which a model's predictors call neurons active. The rates of a layer add up to the number of neurons
+    that its predictor is known to call active. `known`: the rates at which neurons fire, by a profile. With it, the
+    rates are in the ratios of these; without it, all rates of a layer are equal."""
     fires = []
     for i, each in enumerate(predictors.layers):
         count, share = neurons_of(spec.layers[each.layer]), each.active[0]
@@ -99,7 +105,7 @@ def called(spec: ModelSpec, predictors: Predictors, known: RouterTrace | None) -
 
 
 def _scaled(rates: Sequence[float], share: float) -> array[float]:
-    """Rates up to 1 whose mean is `share`, in the ratios of `rates`."""
+    """Rates of at most 1 whose mean is `share`, in the ratios of `rates` as far as these do not exceed 1."""
     factor, wanted = 1.0, share * len(rates)
     for _ in range(_SCALINGS):
         total = sum(min(1.0, rate * factor) for rate in rates)
@@ -110,8 +116,8 @@ def _scaled(rates: Sequence[float], share: float) -> array[float]:
 
 
 class Replay:
-    """Answers for the routers of a plan out of a trace, and draws by its rates which neurons fire, or which ones
-    predictors call active. After its last token the trace begins again. `trace`: None: `stated`."""
+    """Answers in place of a plan's routers, out of a trace. By the trace's rates it also draws which neurons fire, or
+    which neurons predictors call active. After its last token the trace begins again. `trace`: None means `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
@@ -123,7 +129,7 @@ class Replay:
         self._at = [0] * len(self._layers)
 
     def answer(self, call: Call) -> Sequence[Sequence[int]]:
-        """The experts of each row of a router's call. A guess is about the tokens that the layer is asked about
+        """The experts of each row of a router's call. A guess is about the tokens about which the layer will be asked
         next."""
         route = call.operands
         if isinstance(route, Fire):
@@ -137,8 +143,8 @@ class Replay:
         return self._next(route.layer, call.batch.total_rows)
 
     def _drawn(self, call: Call, layer: int, asker: int, lo: int, hi: int) -> list[Sequence[int]]:
-        """The neurons among lo..hi of a layer that fire, or are active, in each row. Rows are independent of each
-        other, and after _TOKENS_DRAWN of them the same ones come again. Where no rates are known, all fire."""
+        """For each row, the neurons among lo..hi of a layer that fire, or are active. Rows are drawn independently of
+        each other. After _TOKENS_DRAWN rows the same ones come again. If no rates are known, all neurons fire."""
         batch = call.batch
         assert batch is not None
         if not self._fires:
@@ -150,7 +156,8 @@ class Replay:
         return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
 
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
-        """Fills the caches as if `passes` passes like `p` had come before, and slots for records as if many had."""
+        """Fills the caches as if `passes` passes like `p` had come before, and the slots for records as if many passes
+        had."""
         for u in lowering.layout.recent:
             unit = self._plan.units[u]
             lo, hi = self._plan.unit_rows(unit)
@@ -182,7 +189,7 @@ def _live(packed: bytes, seed: int) -> array[int]:
     for begin in range(0, len(rates), GRANULE_ROWS):
         some = rates[begin : begin + GRANULE_ROWS]
         most, i = max(some), -1
-        # Draws among those of the highest rate, of which each stays by its own: as many draws as fire at most.
+        # Neurons are drawn as if all had the highest rate. Then each drawn neuron stays by its own rate.
         while most > 0:
             i += 1 if most >= 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - most))
             if i >= len(some):
@@ -193,8 +200,8 @@ def _live(packed: bytes, seed: int) -> array[int]:
 
 
 def stated(spec: ModelSpec) -> RouterTrace:
-    """The trace for models that nobody has recorded. Each token draws its experts independently, popular experts more
-    often (SKEW)."""
+    """A trace for a model of which no trace was recorded. Each token draws its experts independently of the others, and
+    popular experts more often (SKEW)."""
     most = max((layer.routed.experts for layer in spec.layers if layer.routed is not None), default=1)
     unlike = max(1, min(_LAYERS, _DRAWS // (_TOKENS * most)))
     return RouterTrace(

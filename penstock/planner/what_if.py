@@ -28,9 +28,9 @@ from penstock.spec.places import GPU, Lane, is_disk, is_link
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
-_LOOKED_AT = 2  # candidates of a solver. The best come first, and each takes some 40 ms to plan
-_MOST_LOOKED_AT = 4  # candidates of a model with experts, whose homes make more kinds of plans
-_USUAL_RING_BYTES = 64 * MIB  # of equal plans the solver takes the one that reads least, which has a small ring
+_LOOKED_AT = 2  # so many candidates of a solver are planned. The best come first, and each takes some 40 ms
+_MOST_LOOKED_AT = 4  # the same for a model with experts, whose homes make more kinds of plans
+_USUAL_RING_BYTES = 64 * MIB  # of equally fast plans the solver takes the one that reads least: it has a small ring
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def what_if(
     """What other machines and formats would give, beside a plan that `solve` made of this ask on this machine.
 
     With more memory or in another format, a new plan of the same strategy is predicted. With a faster disk or link, the
-    plan itself is. `trace`: what routers say; None: `routing.stated`. `firing`: how many neurons do; None:
-    `firing.expected`."""
+    given plan itself is predicted. `trace`: the answers of routers; None: `routing.stated`. `firing`: how many neurons
+    fire; None: `firing.expected`."""
     plan = solved.plan
     spec = plan.target.spec
     problem = Problem(settle_context(ask, spec), spec, plan.target.weights, machine, trace, firing)
@@ -104,10 +104,10 @@ def more_memory(problem: Problem, ring_bytes: int = 0) -> Prediction | None:
 
 
 def other_formats(problem: Problem, ring_bytes: int = 0, like: str | None = None) -> list[tuple[Format, Prediction]]:
-    """(format, prediction) in int4, in int8 and in the checkpoint's own format, without the one in use and without
-    those that do not fit. Where neurons lie one by one, also in tiles with all of them computed, which many rows may be
-    faster in. None for a file that was quantised by others, whose numbers stay. `ring_bytes`: the ring of
-    the plan to compare with; `like`: its strategy, if it has a device."""
+    """(format, prediction) in int4, in int8 and in the checkpoint's own format, without the format in use and without
+    formats that do not fit. If neurons lie one by one, also in tiles, with all neurons computed: that may be faster for
+    many rows. Empty for a file that was quantised by others, whose numbers stay. `ring_bytes`: the ring of the plan to
+    compare with; `like`: its strategy, if it has a device."""
     if problem.weights.from_file:
         return []
     wanted = dict.fromkeys((parse_format("int4"), parse_format("int8"), Format(problem.spec.dtype)))
@@ -127,8 +127,8 @@ def all_stays(problem: Problem) -> bool:
 
 
 def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Prediction | None:
-    """The prediction of one plan, or None if nothing fits: of the plan of the strategy `like`, or, if that is None, of
-    the plan without a device whose ring is nearest to `ring_bytes`. Only this plan is simulated, not every
+    """The prediction of one plan, or None if no plan fits. It is the plan of the strategy `like`. If that is None, it
+    is the plan without a device whose ring is nearest to `ring_bytes`. Only this plan is simulated, not every
     candidate."""
     try:
         if like is not None:

@@ -1,13 +1,13 @@
 """Computes a model's first pass while the weights that it reads are still being loaded.
 
 Weights are loaded in the order in which the pass reads them. A thread follows: it does the pass call by call, and waits
-before each call until the weights of that call are there. When loading is over, the thread stops, and what is left of
-the pass is done when the pass is wanted. So nothing computes beside what comes between loading and the first word, such
-as a look at the RAM's speed.
+before each call until the weights of that call are there. When loading is over, the thread stops. The rest of the pass
+is done when somebody asks for the pass. So nothing is computed while the session does what comes between loading and
+the first word, such as to measure the RAM's speed.
 
-This is for plans of which a pass streams nothing. Where weights stream, the disk has no time to spare, and computing is
-hidden behind its loads already. The pass's tasks are those that the lowering gives; they are all the CPU's, so their
-order is all that they wait for.
+This is done for plans that stream nothing. If weights stream, the disk has no time to spare, and computing is hidden
+behind its loads already. The tasks of the pass are those that the lowering gives. They are all tasks of the CPU, so to
+do them in their order is enough.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ WEIGHTS = f"{HOST}.weights"
 
 
 class Arrived:
-    """How many loads are done, and of how many a call has to wait for. `calls`: of the pass, in order."""
+    """Counts the loads that are done, and knows for how many of them each call has to wait. `calls`: the pass's calls,
+    in order."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls = calls
@@ -35,8 +36,9 @@ class Arrived:
         self._needed: list[int] = []  # for each call, how many loads have to be done
 
     def order(self, slots: Sequence[Slot]) -> list[int]:
-        """The order in which to load what is read to `slots`: that in which the calls read them, and then the others.
-        A plan's own order is nearly that, but the norms at the model's ends are needed before its first layer."""
+        """The order in which to load weights into `slots`: first those that the calls read, in the order of the calls,
+        then the others. The plan's own order is nearly the same, but the norms at the model's ends come last in it, and
+        are needed before the first layer."""
         places = sorted((slot.arena, slot.lo, i) for i, slot in enumerate(slots))
         order: dict[int, None] = {}
         needed = []
@@ -50,27 +52,28 @@ class Arrived:
         return list(order | dict.fromkeys(range(len(slots))))
 
     def note(self, done: int) -> None:
-        """So many loads are done: their bytes are there, and were compared with their checksums."""
+        """Notes that so many loads are done: their bytes are in memory, and were compared with their checksums."""
         with self._changed:
             self._done = done
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Loading has ended, or failed: nobody shall wait any more."""
+        """Notes that loading has ended, or failed. Nobody waits any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def wait(self, number: int) -> bool:
-        """Waits until a call may be done. `number`: its place in the pass. Returns False where loading is over."""
+        """Waits until the weights of a call are there. `number`: the call's place in the pass. Returns False if loading
+        is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or (self._done and self._done >= self._needed[number]))
             return not self._over
 
 
 class PassAhead:
-    """One pass, done call by call. `tasks`: the pass's, of the CPU alone. `work`: does them. Nobody else may use it
-    until the pass is done, or given up."""
+    """Does one pass call by call. `tasks`: the tasks of the pass, all of them the CPU's. `work`: does the calls. Nobody
+    else may use it until the pass is done, or given up."""
 
     def __init__(self, tasks: Iterable[Task], work: Work) -> None:
         self._work = work
@@ -80,8 +83,8 @@ class PassAhead:
 
     @contextmanager
     def following(self) -> Iterator[Arrived]:
-        """In this block a thread does the pass as far as the caller's loads have come. At its end no call is under way.
-        An error of the pass is not raised: `finish` says that there is nothing to finish."""
+        """While this block runs, a thread does the pass as far as the caller's loads have come. When the block ends, no
+        call is under way. An error of the pass is not raised here: `finish` then returns False."""
         arrived = Arrived([task.calls[0] for task in self._tasks])
         thread = threading.Thread(target=self._follow, args=(arrived,), name="penstock-ahead", daemon=True)
         try:
@@ -96,7 +99,7 @@ class PassAhead:
             thread.join()
 
     def finish(self) -> bool:
-        """Does what is left of the pass. Returns False where its beginning has failed: then it has to be done anew.
+        """Does the rest of the pass. Returns False if its beginning has failed, and the pass has to be done anew.
         Raises as `Work.run`."""
         while not self._failed and self.calls_done < len(self._tasks):
             self._do_next()

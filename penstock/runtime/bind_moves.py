@@ -22,7 +22,7 @@ _RECALLED_AT_ONCE = 64  # records: 0.5 MB of OPT-6.7B in int4
 
 
 class Moves:
-    """Calls that compute nothing. Arguments as for `Binding`."""
+    """Does the calls that move bytes and compute nothing. Its arguments are those of `Binding`."""
 
     def __init__(
         self, plan: Plan, arenas: Arenas, reader: DiskReader | None, poisoned: bool, kv_file: KvFile | None
@@ -81,7 +81,7 @@ class Moves:
         slots = self._arenas.view(op.slots).reshape(-1, records.stride)
         for numbers, into_slots in ((op.held, False), (op.kept, True)):
             pairs = np.frombuffer(numbers, np.uint32).astype(np.intp).reshape(-1, 2)
-            # Each line below holds its records a second time, which no plan counts: so a few at once.
+            # Each line below copies its records, and no plan counts this memory: so only a few records at once.
             for lo in range(0, len(pairs), _RECALLED_AT_ONCE):
                 neurons, at = pairs[lo : lo + _RECALLED_AT_ONCE].T
                 granules, rows = np.divmod(neurons, GRANULE_ROWS)

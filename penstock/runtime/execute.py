@@ -1,10 +1,10 @@
 """Runs tasks: `run` overlaps the lanes, `run_serial` does one task at a time and is the oracle.
 
 The main thread computes (lane `host`), and lowers the tasks as it takes them. While a task of its own has to wait for a
-load, it takes the tasks that follow, so that lowering them costs no time: with experts, lowering a layer takes half a
-millisecond. A load is only begun here; the disk's own reader does it. A device's task is only begun too: the device is
-told which of its tasks it comes after, and waits for these by itself. All other tasks of a lane are done by a thread of
-the lane. A task waits for the tasks that it names in `after`, and for nothing else.
+load, it takes the tasks that follow. So lowering them costs no time: with experts, a layer takes half a millisecond. A
+load is only begun here, and the disk's own reader does it. A device's task is only begun too: the device is told which
+of its tasks it comes after, and waits for these by itself. Tasks of all other lanes are done by a thread of the lane. A
+task waits for the tasks that it names in `after`, and for nothing else.
 
 Every lane begins its tasks in the order in which it was given them. The host and a device also end them in that order.
 A disk does not: it has several loads under way, and a later one may be there first (see `_Lane`). An edge names only
@@ -128,7 +128,7 @@ class Executor:
         self._do(task)
 
     def _do_those_before(self, task: Task) -> None:
-        """Does the main thread's tasks that this task comes after, and all before them."""
+        """Does the tasks of the main thread that this task comes after, and all tasks before these."""
         for other in task.after:
             while other in self._later:
                 self._do_next()
@@ -219,7 +219,8 @@ class _State(Enum):
 
 
 class _Handed:
-    """A task in a lane. `on_device`: its lane ends its tasks in order, and the device waits for its own by itself."""
+    """A task in a lane. `on_device`: the lane is a device's. It ends its tasks in order, and the device waits for its
+    own tasks by itself."""
 
     def __init__(self, task: Task, on_device: bool) -> None:
         self.task, self.on_device = task, on_device

@@ -26,15 +26,16 @@ from penstock.runtime.movers import DiskReader
 from penstock.spec.places import CPU, HOST, Lane, lane_between
 from penstock.spec.plan import Plan
 
-_KEPT = 16  # programs
-# The share of the last level of caches that is still there when the next ops come. On a shared Zen 4 with 32 MB, 10 MB
-# were read again at 160 to 180 GB/s (53 to 82 from RAM), 16 MB at 84 to 114, 24 MB no faster than from RAM.
+_KEPT = 16  # so many programs are remembered
+# Weights are read ahead into this share of the processor's last level of caches. They are still there when the next ops
+# come. On a shared Zen 4 with 32 MB, 10 MB were read again at 160 to 180 GB/s (53 to 82 from RAM), 16 MB at 84 to 114,
+# and 24 MB no faster than from RAM.
 _KEPT_SHARE = 0.375
 
 
 class _BoundPass(NamedTuple):
-    """An open pass bound once. `first`: how many of its calls come before the program: rows of an embedding that are
-    read from a disk. `demands`: by layer."""
+    """An open pass that was bound once. `first`: how many of its calls come before the program. These read rows of the
+    embedding from a disk. `demands`: the requests for experts, by layer."""
 
     first: int
     program: _native.Program
@@ -43,7 +44,7 @@ class _BoundPass(NamedTuple):
 
 
 class OpenPassRunner:
-    """Runs the open passes of one lowering, whose caches are `caches`. They have slots in RAM, by layer."""
+    """Runs the open passes of one lowering. `caches`: the lowering's caches by layer, whose slots are in RAM."""
 
     def __init__(
         self, plan: Plan, binding: NativeBinding, reader: DiskReader, arenas: Arenas, caches: Caches
@@ -64,8 +65,8 @@ class OpenPassRunner:
         return self._bound[open_pass.shape] is not None
 
     def run(self, open_pass: OpenPass, p: Pass, given: Answer | None, heard: Sequence[OnRoute]) -> None:
-        """Runs a pass that `can` be run. `given`: answers in place of the routers'. `heard` are told of all answers
-        when the pass has ended. Raises StorageFailed and DamagedModel."""
+        """Runs a pass for which `can` is true. `given`: gives answers in place of the routers'. `heard`: each is told
+        all answers when the pass has ended. Raises StorageFailed and DamagedModel."""
         bound = self._bound[open_pass.shape]
         assert bound is not None
         batch = p.batches[0]

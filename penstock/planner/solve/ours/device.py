@@ -1,8 +1,8 @@
 """Plans beside a device: `filling` says what stays in device memory and in RAM, and the rest is on the disk.
 
-The FFN granules outside device memory are all computed by the CPU, or all lifted by the link, or each takes the share
-at which their layer is done first (`programs/slicing`). Such a choice is a split. `layer_work` estimates the seconds of
-all splits, within some hundredths if no disk is read. `solve` simulates the best few.
+The FFN granules outside device memory are all computed by the CPU, or all lifted over the link, or the CPU and the link
+share them so that the layer is done first (`programs/slicing`). Such a choice is a split. `layer_work` estimates the
+seconds of all splits, within some hundredths if no disk is read. `solve` simulates the best few.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LINK = "link"
 # At most 4 splits are simulated, or 7 if a disk is read, for which estimates are less exact. A split is not simulated
 # if its estimate is more than twice the best one's.
 _MOST_SPLITS, _MOST_READING, _HOPELESS = 4, 7, 2.0
-# So many of the best splits are also tried with twice the CPU's ring. With all of them up to 1.6 % more was gained, in
-# three of eight cases, and planning took up to twice as long (docs/LOG.md).
+# So many of the best splits are also tried with twice the CPU's ring. Rejected: to try all splits so. Up to 1.6 % more
+# was gained, in three of eight cases, and planning took up to twice as long (docs/LOG.md).
 _MOST_LARGER = 2
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Plans that fit into both memories; none if the smallest does not fit. A plan with all weights and all KV on the
-    device is the last one: other splits would give the same plan. A plan with all weights there and KV elsewhere is not
-    the last one: another, which lifts a few weights and has KV there, may be faster."""
+    """Plans that fit into both memories; none if the smallest does not fit. If a plan has all weights and all KV on the
+    device, no other plan follows, since other splits would give the same plan. If it has all weights there and KV
+    elsewhere, others follow: a plan that lifts a few weights and has KV on the device may be faster."""
     sizes = [device_skeleton(problem, rows, problem.layers, lifted=1.0) for rows in usual_chunks(problem.ask)]
     for size in [*sizes, smallest(problem)]:
         any_fits, larger = False, list[tuple[str, Skeleton]]()
@@ -76,7 +76,7 @@ def candidate(plan: Plan, cpu: str, skeleton: Skeleton) -> Candidate:
 
 
 def minimum_bytes(problem: Problem) -> int:
-    """The bytes of device memory that the smallest plan takes. In it everything crosses the link."""
+    """The bytes of device memory that the smallest plan takes. In this plan all weights cross the link."""
     whole = smallest(problem)
     crossing = [] if problem.ask.value_share < 1 else [replace(whole, kv_home=HOST)]
     splits = [whole, *crossing, replace(whole, attention_layers=0)]

@@ -54,9 +54,9 @@ def ring_options(problem: Problem) -> list[int]:
 
 def guess_options(problem: Problem) -> list[int]:
     """How many missing experts of a layer a token may have loaded ahead by guesses: none, one, two, or half as many as
-    it goes to. One or two fill the time in which the disk would idle while attention is computed: with more the
-    layer's own loads come later (docs/LOG.md). Only none where no trace says how good guesses are: only simulation can
-    tell whether they gain."""
+    the token goes to. One or two loads fill the time in which the disk would idle while attention is computed. With
+    more of them the layer's own loads come later (docs/LOG.md). Only simulation can tell whether guesses gain. So if no
+    trace says how good guesses are, there are none."""
     active = max((layer.routed.active for layer in problem.spec.layers if layer.routed), default=0)
     known = problem.trace is not None and any(problem.trace.guesses)
     return sorted({0, *(n for n in (1, 2, active // 2) if n <= active)}) if known else [0]
@@ -66,9 +66,9 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     """Plans that fit, small rings first. `near_ring_bytes`: for each way to keep KV and to read prompts, only the plan
     whose ring is nearest to so many bytes.
 
-    KV stays in memory if it fits. At the end of the context a byte of KV saves as much reading as a byte of weights,
-    and before that less. But KV on the disk would be written too. If there is no room, a part of it, or all, goes to
-    the disk.
+    KV stays in memory if it fits. A byte of KV in memory saves as much reading as a byte of weights at the end of the
+    context, and less before that; but KV on the disk would have to be written too. If memory has no room for all KV, a
+    part of it, or all, goes to the disk.
 
     Raises DoesNotFit if no plan fits.
     """
@@ -127,8 +127,8 @@ def _require_minimum(problem: Problem, limit: int) -> None:
 
 
 def minimum_bytes(problem: Problem) -> int:
-    """The bytes of RAM that the smallest plan takes. In it every matrix streams through the smallest ring. Of a tiny
-    model everything stays, which takes less than a ring."""
+    """The bytes of RAM that the smallest plan takes. In this plan every matrix streams through the smallest ring, or
+    all matrices stay, if the model is so tiny that this takes less than a ring."""
     wanted: tuple[Resident | None, ...] = ({}, None) if problem.may_stay is None else ({},)
     return min(size.plan({}, stays).tier_bytes()[HOST] for size in _least(problem) for stays in wanted)
 
