@@ -192,16 +192,28 @@ def _store(
             minimum_bits = tl.where(spoilt == 1, 0x7E00, minimum_bits)
             tl.store(factors + (GROUPS + g) * PAGE, minimum_bits.to(tl.int16))
     else:
-        columns = tl.arange(0, BLOCK)
-        kept = columns < E
-        value = _turned(source, columns, kept, bias, inverse, weight, cos, sin, BIAS, NORM, HALF)
-        if KIND == "float32":
-            tl.store(pool + block_at // 4 + slot * E + columns, value, mask=kept)
-        elif KIND == "float16":  # values beyond its range become the largest; NaN stays
-            value = tl.where(value > MOST_HALF, MOST_HALF, tl.where(value < -MOST_HALF, -MOST_HALF, value))
-            tl.store(pool + block_at // 2 + slot * E + columns, value.to(tl.float16), mask=kept)
-        else:  # bfloat16: rounds to nearest, ties to even, on the bits
-            bits = value.to(tl.int32, bitcast=True)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            rounded = tl.where(value != value, 0x7FC0, rounded)
-            tl.store(pool + block_at // 2 + slot * E + columns, rounded.to(tl.int16), mask=kept)
+        _store_floats(
+            source, bias, inverse, weight, cos, sin, pool, block_at, slot, BIAS, NORM, HALF, E, KIND, BLOCK
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_floats(
+    source, bias, inverse, weight, cos, sin, pool, block_at, slot,
+    BIAS: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, E: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_store` of a row that is float32, float16 or bfloat16 in the pool."""
+    columns = tl.arange(0, BLOCK)
+    kept = columns < E
+    value = _turned(source, columns, kept, bias, inverse, weight, cos, sin, BIAS, NORM, HALF)
+    if KIND == "float32":
+        tl.store(pool + block_at // 4 + slot * E + columns, value, mask=kept)
+    elif KIND == "float16":  # values beyond its range become the largest; NaN stays
+        value = tl.where(value > MOST_HALF, MOST_HALF, tl.where(value < -MOST_HALF, -MOST_HALF, value))
+        tl.store(pool + block_at // 2 + slot * E + columns, value.to(tl.float16), mask=kept)
+    else:  # bfloat16: rounds to nearest, ties to even, on the bits
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(value != value, 0x7FC0, rounded)
+        tl.store(pool + block_at // 2 + slot * E + columns, rounded.to(tl.int16), mask=kept)
