@@ -2,6 +2,7 @@
 // headers, after `i_dot`.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 
 namespace penstock::PENSTOCK_ISA {
