@@ -22,8 +22,8 @@ from penstock.units import MIB
 _MOST_HOLE_BYTES = MIB
 _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 
-# A multiplication of neurons' rows takes so many times as long as one of tiles with many rows: rows are first turned into
-# tiles, or are multiplied as floats where a row of activations has few of them (docs/LOG.md, 2026-11-28).
+# A multiplication of neurons' rows takes so many times as long as one of tiles with many rows. Rows are first turned
+# into tiles, or are multiplied as floats where a row of activations has few of them (docs/LOG.md, 2026-11-28).
 _ROW_BY_ROW = 6.0
 _MANY_ROWS = 64  # a rate for so many is one by flops
 
