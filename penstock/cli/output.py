@@ -91,15 +91,15 @@ def _narrowed(rows: list[str]) -> list[str]:
     ends = [[gap.start() for gap in re.finditer(r"(?<! )( {2,}| *$)", row)][-len(cells[0]) :] for row in rows]
     indents = [len(row) - len(row.lstrip(" ")) for row in rows]
     first = max(indent + len(row[0]) for indent, row in zip(indents, cells, strict=True))
-    found = [(" " * indent + row[0]).ljust(first) for indent, row in zip(indents, cells, strict=True)]
+    lines = [(" " * indent + row[0]).ljust(first) for indent, row in zip(indents, cells, strict=True)]
     for j in range(1, len(cells[0])):
         width = max(len(row[j]) for row in cells)
         right = len({row[j] for row in ends}) == 1
-        found = [
+        lines = [
             f"{so_far}  {row[j].rjust(width) if right else row[j].ljust(width)}"
-            for so_far, row in zip(found, cells, strict=True)
+            for so_far, row in zip(lines, cells, strict=True)
         ]
-    return [line.rstrip() for line in found]
+    return [line.rstrip() for line in lines]
 
 
 def _broken(line: str, columns: int) -> list[str]:

@@ -96,11 +96,11 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         chosen = checked_params(params)
         n = chosen.n
-        found = await self._all(
+        answers = await self._all(
             [each for each in ids for _ in range(n)], [chosen.nth(i) for _ in ids for i in range(n)]
         )
         return [
-            RequestOutput.of(text, each, found[i * n : (i + 1) * n])
+            RequestOutput.of(text, each, answers[i * n : (i + 1) * n])
             for i, (text, each) in enumerate(zip(texts, ids, strict=True))
         ]
 

@@ -50,8 +50,8 @@ _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageF
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The limits of a request, and what it is about, for the error that the user reads.
+class Limits:
+    """The limits of a request to the child, and what it is about, for the error that the user reads.
 
     `doing`: "rendering a chat". `file`: that the request needs. `answer_bytes`: the most bytes of the answer, which
     this process will hold. `spent_s`: seconds of `cpu_s` that earlier requests took. `hint`: why there is no more
@@ -76,7 +76,7 @@ class Confined:
     def __init__(
         self,
         folder: Path,
-        opening: Callable[[], Request],
+        opening: Callable[[], Limits],
         patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
         module: str = TOKENIZER_CHILD,
@@ -99,7 +99,7 @@ class Confined:
         with self._mine():
             return self._start()
 
-    def ask(self, action: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
+    def ask(self, action: str, arguments: list[Any], limits: Limits) -> tuple[Any, float]:
         """The answer, and the seconds of processor time that it took. Raises BrokenModel beyond a limit, and the
         child's errors. `action`: the name of a method of `Vocabulary`."""
         with self._mine():
@@ -107,7 +107,7 @@ class Confined:
             if self._child is None or self._child.process.poll() is not None:
                 self._start()
             assert self._child is not None
-            return self._exchange(self._child, action, arguments, task)
+            return self._exchange(self._child, action, arguments, limits)
 
     @property
     def lives(self) -> bool:
@@ -142,20 +142,20 @@ class Confined:
             raise
         return facts
 
-    def _exchange(self, child: Child, action: str, arguments: list[Any], task: Request) -> tuple[Any, float]:
+    def _exchange(self, child: Child, action: str, arguments: list[Any], limits: Limits) -> tuple[Any, float]:
         try:
-            left_s = max(_LEAST_S, task.cpu_s - task.spent_s)
-            answer, cpu_s = child.exchange([action, arguments, left_s, task.memory_bytes, task.answer_bytes])
+            left_s = max(_LEAST_S, limits.cpu_s - limits.spent_s)
+            answer, cpu_s = child.exchange([action, arguments, left_s, limits.memory_bytes, limits.answer_bytes])
         except BaseException as error:  # Ctrl-C too: the next request would take this one's answer for its own
             self._drop()
             if isinstance(error, _Broke):
-                raise _explain(error, task, child.reads or task.file) from None
+                raise _explain(error, limits, child.reads or limits.file) from None
             raise
         if "value" in answer:
             return answer["value"], cpu_s
         if answer["failed"] == "MemoryError":
             self._drop()  # and the memory that it holds by now
-        raise _refused(answer, task, child.reads or task.file)
+        raise _refused(answer, limits, child.reads or limits.file)
 
     def _mine(self) -> threading.Lock:
         # After a fork the child belongs to the other process, and a thread of that one may hold the lock.
@@ -270,15 +270,15 @@ def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> N
         process.returncode = 0  # this handle is a fork's copy: the process that forked waits for the child
 
 
-def _refused(answer: dict[str, Any], task: Request, file: Path) -> PenstockError:
+def _refused(answer: dict[str, Any], limits: Limits, file: Path) -> PenstockError:
     """The error that the child's answer reports."""
     kind, said = answer["failed"], answer["message"]
     if kind == "MemoryError":
-        return _too_large(task, file)
+        return _too_large(limits, file)
     if kind == "TooLong":
-        return BrokenModel(f"{file}: {task.doing} gives more than {format_bytes(task.answer_bytes)}")
+        return BrokenModel(f"{file}: {limits.doing} gives more than {format_bytes(limits.answer_bytes)}")
     if kind == "Library":
-        return BrokenModel(f"{file}: {task.doing} fails: {said[:300]}")
+        return BrokenModel(f"{file}: {limits.doing} fails: {said[:300]}")
     if kind in _ERRORS:
         return _ERRORS[kind](said)
     failure = InternalError(said)
@@ -286,22 +286,24 @@ def _refused(answer: dict[str, Any], task: Request, file: Path) -> PenstockError
     return failure
 
 
-def _explain(broke: _Broke, task: Request, file: Path) -> PenstockError:
+def _explain(broke: _Broke, limits: Limits, file: Path) -> PenstockError:
     """The error for a child that gave no answer."""
     if broke.status is None:
-        return BrokenModel(f"{file}: {task.doing} came to a standstill")
+        return BrokenModel(f"{file}: {limits.doing} came to a standstill")
     if broke.status > 0:
         said = (broke.stderr.strip() or "it gave no reason").splitlines()[-1]
         return InternalError(f"the process that opens tokenizers ended with code {broke.status}: {said[:300]}")
     if -broke.status == signal.SIGPROF:
-        return BrokenModel(f"{file}: {task.doing} takes more than {task.cpu_s:.2g} s of processor time")
+        return BrokenModel(f"{file}: {limits.doing} takes more than {limits.cpu_s:.2g} s of processor time")
     if "memory allocation" in broke.stderr:  # Rust says so and aborts
-        return _too_large(task, file)
+        return _too_large(limits, file)
     # A status of 0 gives no reason: where this process ignores SIGCHLD, the system says no more.
     how = signal.Signals(-broke.status).name if broke.status else "an unknown way"
-    within = f"{task.cpu_s:.2g} s of processor time and {format_bytes(task.memory_bytes)} of memory"
-    return BrokenModel(f"{file}: {task.doing} ended in {how}, within {within}")
+    within = f"{limits.cpu_s:.2g} s of processor time and {format_bytes(limits.memory_bytes)} of memory"
+    return BrokenModel(f"{file}: {limits.doing} ended in {how}, within {within}")
 
 
-def _too_large(task: Request, file: Path) -> PenstockError:
-    return BrokenModel(f"{file}: {task.doing} takes more than {format_bytes(task.memory_bytes)} of memory{task.hint}")
+def _too_large(limits: Limits, file: Path) -> PenstockError:
+    return BrokenModel(
+        f"{file}: {limits.doing} takes more than {format_bytes(limits.memory_bytes)} of memory{limits.hint}"
+    )

@@ -126,8 +126,8 @@ class Matchers:
             number = len(self._numbered) if len(self._numbered) < NUMBERED else self._numbered.popitem(last=False)[1]
             self._numbered[bits] = number
             return number, base64.b64encode(bits).decode()
-        found = ((each.start(), each[0][0]) for each in _NOT_ZERO.finditer(bits))
-        return [8 * at + bit for at, byte in found for bit in range(8) if byte >> bit & 1]
+        nonzero = ((each.start(), each[0][0]) for each in _NOT_ZERO.finditer(bits))
+        return [8 * at + bit for at, byte in nonzero for bit in range(8) if byte >> bit & 1]
 
 
 class _Tokens:

@@ -39,8 +39,8 @@ def likely(logits: Floats, token: int, count: int) -> Likely:
         else:
             best = np.arange(len(logits))
         best = best[np.lexsort((best, -logits[best]))]
-        found = np.maximum(logits[np.append(best, token)] - most - rest, _LEAST_LOGPROB).tolist()
-    return Likely(token, found[-1], tuple(zip(best.tolist(), found[:-1], strict=True)))
+        log_probabilities = np.maximum(logits[np.append(best, token)] - most - rest, _LEAST_LOGPROB).tolist()
+    return Likely(token, log_probabilities[-1], tuple(zip(best.tolist(), log_probabilities[:-1], strict=True)))
 
 
 def log_softmax(logits: Floats) -> Floats:

@@ -382,8 +382,8 @@ def _require_match(packed: Packed, plan: Plan, device: Device | None) -> None:
     if (packed.spec.vocab, packed.weights) != (plan.target.spec.vocab, plan.target.weights):
         raise BadRequest(f"this plan is not for {packed.folder}: it has {plan.target.weights.name} weights")
     for each in plan.predictors:
-        found = packed.parts.get(f"{each.layer}.predictor")
-        if found != each.part(plan.target.spec) or each.ahead != packed.ahead:
+        part = packed.parts.get(f"{each.layer}.predictor")
+        if part != each.part(plan.target.spec) or each.ahead != packed.ahead:
             raise BadRequest(f"this plan is for other predictors than those of {packed.folder}: plan again")
     if uses_device(plan) and device is None:
         raise BadRequest("this plan computes on a device; here there is none (--device says which to take)")

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
-from penstock.serve.confined import Child, Confined, Request
+from penstock.serve.confined import Child, Confined, Limits
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.serve.tools.writing import Writing, by_name
@@ -41,7 +41,7 @@ class Tokenizer:
         self.folder, self._limits = folder, TextLimits.of(folder, within_bytes)
         # A method of the limits and not of this object: with a reference back to it the child would live until the
         # garbage collector comes.
-        self._child = Confined(folder, partial(self._limits.task, "opening it"), spare=spare)
+        self._child = Confined(folder, partial(self._limits.now, "opening it"), spare=spare)
         facts = self._child.open()
         self.size: int = facts["size"]
         self.bos: int | None = facts["bos"]
@@ -81,14 +81,14 @@ class Tokenizer:
             nbytes = len(text.encode())
         except (AttributeError, UnicodeEncodeError):
             raise BadRequest("the prompt is not valid Unicode text (UTF-8)") from None
-        ids: list[int] = self._ask("encode", [text, add_special], self._limits.task("encoding a text with it", nbytes))
+        ids: list[int] = self._ask("encode", [text, add_special], self._limits.now("encoding a text with it", nbytes))
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of ids. Ids that the tokenizer does not know are left out. Raises BrokenModel where decoding takes more
         than it may."""
         plain = [int(i) for i in ids]
-        text: str = self._ask("decode", [plain, skip_special], self._limits.task("decoding with it", 4 * len(plain)))
+        text: str = self._ask("decode", [plain, skip_special], self._limits.now("decoding with it", 4 * len(plain)))
         return text
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
@@ -96,7 +96,7 @@ class Tokenizer:
         known, wanted = self._texts, {int(i) for i in ids}
         texts_of = {i: text for i in wanted if (text := known.get(i)) is not None}
         if new := sorted(wanted - texts_of.keys()):
-            texts: list[str] = self._ask("texts", [new], self._limits.task("decoding with it", 16 * len(new)))
+            texts: list[str] = self._ask("texts", [new], self._limits.now("decoding with it", 16 * len(new)))
             texts_of.update(zip(new, texts, strict=True))
             if len(known) + len(new) > _KEPT_TEXTS:
                 self._texts = known = {}  # another thread may be reading the old one
@@ -120,7 +120,7 @@ class Tokenizer:
         """The bytes that each id adds to a text, as Latin-1: "" for special ones, None where the tokenizer's tokens
         have no bytes of their own. Raises BrokenModel where that takes more than it may."""
         token_bytes: list[str] | None
-        token_bytes = self._ask("token_bytes", [], self._limits.task("the bytes of its tokens", 16 * self.size))
+        token_bytes = self._ask("token_bytes", [], self._limits.now("the bytes of its tokens", 16 * self.size))
         return token_bytes
 
     def stream(self, whole: bool = False, skip_special: bool = True) -> TextStream | Whole:
@@ -128,9 +128,9 @@ class Tokenizer:
         have none. Where they are shown they cut the text, and what follows is decoded apart, of a whole answer too."""
         if whole and skip_special:
             return Whole(self)
-        task = self._limits.task("decoding an answer with it")
+        limits = self._limits.now("decoding an answer with it")
         name = None if skip_special else lambda i: self.texts([i])[i]
-        return TextStream(self._child, task, self._special, self._bytes, name)
+        return TextStream(self._child, limits, self._special, self._bytes, name)
 
     def advance(self, streams: Sequence[TextStream | Whole]) -> None:
         """Prepares the `text` of several streams of this tokenizer with one request to the child, instead of one for
@@ -138,10 +138,10 @@ class Tokenizer:
         asking = [each for each in streams if isinstance(each, TextStream) and each.asks and not each.alone]
         if len(asking) < 2:
             return
-        least_s = min(each.task.cpu_s - each.task.spent_s for each in asking)
-        task = replace(asking[0].task, cpu_s=least_s, spent_s=0.0)
+        least_s = min(each.limits.cpu_s - each.limits.spent_s for each in asking)
+        limits = replace(asking[0].limits, cpu_s=least_s, spent_s=0.0)
         try:
-            answers, _ = self._child.ask("advance_all", [[each.request(False) for each in asking]], task)
+            answers, _ = self._child.ask("advance_all", [[each.request(False) for each in asking]], limits)
         except Exception:
             for each in asking:
                 each.alone = True
@@ -165,8 +165,8 @@ class Tokenizer:
             nbytes = len(json.dumps([messages, tools]))
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"messages and tools should be JSON: {error}") from None
-        task = self._limits.task("rendering a chat with it", nbytes, self._template_file)
-        text: str = self._ask("chat", [list(messages), tools], task)
+        limits = self._limits.now("rendering a chat with it", nbytes, self._template_file)
+        text: str = self._ask("chat", [list(messages), tools], limits)
         return text
 
     def encode_chat(self, messages: Sequence[template.Message]) -> list[int]:
@@ -175,7 +175,7 @@ class Tokenizer:
 
     def check_templates(self) -> None:
         """Parses every chat template, and runs none. Raises BrokenModel with the parser's words."""
-        self._ask("check_templates", [], self._limits.task("parsing it", file=self._template_file))
+        self._ask("check_templates", [], self._limits.now("parsing it", file=self._template_file))
 
     def close(self) -> None:
         """Ends the child; it would start again with the next request."""
@@ -186,8 +186,8 @@ class Tokenizer:
         """The most bytes of memory that the child had so far."""
         return self._child.peak_bytes
 
-    def _ask(self, action: str, arguments: list[Any], task: Request) -> Any:
-        return self._child.ask(action, arguments, task)[0]
+    def _ask(self, action: str, arguments: list[Any], limits: Limits) -> Any:
+        return self._child.ask(action, arguments, limits)[0]
 
 
 class TextStream:
@@ -199,12 +199,12 @@ class TextStream:
     """
 
     def __init__(
-        self, child: Confined, task: Request, special: Container[int], byte_tokens: Container[int],
+        self, child: Confined, limits: Limits, special: Container[int], byte_tokens: Container[int],
         name: Callable[[int], str] | None = None,
     ) -> None:  # fmt: skip
-        """`task`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids.
+        """`limits`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids.
         `name`: the text of a special one; None where they have none."""
-        self._child, self.task, self._special, self._bytes = child, task, special, byte_tokens
+        self._child, self.limits, self._special, self._bytes = child, limits, special, byte_tokens
         self._name = name
         self._window: list[int] = []
         self._out = 0  # how many tokens of the window are out already; they decode to `_out_text`
@@ -242,15 +242,15 @@ class TextStream:
 
     def prepare(self, progress: list[Any] | None, taken_s: float) -> None:
         """Takes the answer to `request`, which took so much processor time."""
-        cpu_s, spent_s = self.task.cpu_s + _CPU_S_PER_TOKEN, self.task.spent_s + taken_s
-        self.task = replace(self.task, cpu_s=cpu_s, spent_s=spent_s)
+        cpu_s, spent_s = self.limits.cpu_s + _CPU_S_PER_TOKEN, self.limits.spent_s + taken_s
+        self.limits = replace(self.limits, cpu_s=cpu_s, spent_s=spent_s)
         self.asks = False
         if progress is not None:
             piece, (self._window, self._out, self._out_text) = progress
             self._piece += piece
 
     def _advance(self, at_end: bool) -> None:
-        self.prepare(*self._child.ask("advance", self.request(at_end), self.task))
+        self.prepare(*self._child.ask("advance", self.request(at_end), self.limits))
 
 
 class Whole:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BrokenModel
-from penstock.serve.confined import Confined, Request
+from penstock.serve.confined import Confined, Limits
 from penstock.serve.tokenizer import Tokenizer
 from tests.cpu.commands import ROOT
 from tests.cpu.test_tokenizer import build, in_folder
 from tests.left_open import open_now
 
-TASK = Request("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
+LIMITS = Limits("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def child(folder: Path) -> Confined:
-    found = Confined(folder, lambda: TASK, patience_s=0.3)
+    found = Confined(folder, lambda: LIMITS, patience_s=0.3)
     found.open()
     return found
 
@@ -60,7 +60,7 @@ def kill(process: int) -> None:
 
 def children() -> set[int]:
     """Of this process, all its threads'."""
-    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    found = (path.read_text().split() for path in Path("/proc/self/limits").glob("*/children"))
     return {int(process) for each in found for process in each}
 
 
@@ -70,8 +70,8 @@ def script(text: str, *arguments: object, **kwargs: object) -> subprocess.Comple
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload, no-any-return]
 
 
-def encode(child: Confined, text: str, task: Request = TASK) -> list[int]:
-    ids: list[int] = child.ask("encode", [text, True], task)[0]
+def encode(child: Confined, text: str, limits: Limits = LIMITS) -> list[int]:
+    ids: list[int] = child.ask("encode", [text, True], limits)[0]
     return ids
 
 
@@ -96,7 +96,7 @@ def test_one_that_is_ended_while_it_works_is_said(child: Confined, folder: Path)
     child.open()
     threading.Timer(0.5, os.kill, (process_id(child), signal.SIGKILL)).start()
     with pytest.raises(BrokenModel, match=r"that\.json: doing a thing ended in SIGKILL, within 60 s of processor"):
-        child.ask("chat", [[], None], replace(TASK, cpu_s=60.0))
+        child.ask("chat", [[], None], replace(LIMITS, cpu_s=60.0))
     assert encode(child, "ab")
 
 
@@ -107,11 +107,11 @@ def test_the_time_is_for_each_request(child: Confined, folder: Path) -> None:
     child.open()
     total_s, limit_s = 0.0, 1.0
     while total_s < 2 * limit_s:
-        text, cpu_s = child.ask("chat", [[], None], replace(TASK, cpu_s=limit_s))
+        text, cpu_s = child.ask("chat", [[], None], replace(LIMITS, cpu_s=limit_s))
         assert text == "" and 0 < cpu_s < limit_s
         total_s += cpu_s
     with pytest.raises(BrokenModel, match=r"takes more than 1 s of processor time"):
-        child.ask("chat", [[], None], replace(TASK, cpu_s=limit_s, spent_s=limit_s))
+        child.ask("chat", [[], None], replace(LIMITS, cpu_s=limit_s, spent_s=limit_s))
 
 
 def test_ctrl_c_in_the_midst_of_a_request(child: Confined, folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_ctrl_c_in_the_midst_of_a_request(child: Confined, folder: Path) -> None
     ids, before = encode(child, "abc"), process_id(child)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        child.ask("chat", [[], None], replace(TASK, cpu_s=60.0))
+        child.ask("chat", [[], None], replace(LIMITS, cpu_s=60.0))
     assert encode(child, "abc") == ids
     assert gone(before)
 
@@ -346,9 +346,9 @@ def test_a_panic_with_little_memory_is_an_answer(folder: Path, monkeypatch: pyte
     monkeypatch.setenv("RUST_BACKTRACE", "full")
     text = "it was a dark and stormy night; the rain fell in torrents, and the wind rattled along the housetops."
     for memory_mib in range(14, 44, 3):
-        child = Confined(folder, lambda: TASK, patience_s=1.0)
+        child = Confined(folder, lambda: LIMITS, patience_s=1.0)
         child.open()
         with pytest.raises(BrokenModel) as caught:
-            encode(child, text, replace(TASK, memory_bytes=memory_mib << 20))
+            encode(child, text, replace(LIMITS, memory_bytes=memory_mib << 20))
         assert "standstill" not in caught.value.message and "doing a thing" in caught.value.message
         child.close()

@@ -191,12 +191,12 @@ def _chosen(
         n = min(page_tokens, end - begin)
         scores[:, begin : begin + n] = _scores(flat, keys.load(int(table[page]), head, n, scratch), a, scratch)
     wanted = max(1, math.ceil(share * (end - first)))
-    found = np.zeros(scores.shape, bool)
-    for query_scores, of_query in zip(scores[:, first:], found[:, first:], strict=True):
+    kept = np.zeros(scores.shape, bool)
+    for query_scores, of_query in zip(scores[:, first:], kept[:, first:], strict=True):
         of_query[np.argsort(-query_scores, kind="stable")[:wanted]] = True
         of_query |= np.isnan(query_scores).any()
     scratch.rewind(mark)
-    return found
+    return kept
 
 
 def out(

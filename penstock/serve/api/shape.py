@@ -21,7 +21,7 @@ from penstock.serve.generation import Generation, Used
 from penstock.serve.log_probabilities import Likely, ids_of
 from penstock.serve.scores import Scores
 from penstock.serve.tokenizer import Tokenizer
-from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought
+from penstock.serve.tools.reading import AnswerPart, CallBegun, CallMore, Collected, Reading, Said, Thought
 
 
 def call_id() -> str:
@@ -148,7 +148,7 @@ class _OpenChoice:
     sent: int = 0
     begun: int = field(default=0)
 
-    def delta(self, parts: Sequence[Part], first: bool) -> dict[str, Any]:
+    def delta(self, parts: Sequence[AnswerPart], first: bool) -> dict[str, Any]:
         """What some parts add to a message."""
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         for part in parts:

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.serve.generation import Generation
 from penstock.serve.told import AnswerPiece
-from penstock.serve.tools.reading import Part, Reading
+from penstock.serve.tools.reading import AnswerPart, Reading
 
 # A comment, which clients skip. It keeps a connection open on which nothing came for long (`answers.ALIVE_S`).
 STILL_HERE = b": still waiting, or reading the prompt\n\n"
@@ -18,6 +18,6 @@ def named_event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n".encode()
 
 
-def parts_of(reading: Reading, piece: AnswerPiece | Generation) -> list[Part]:
+def parts_of(reading: Reading, piece: AnswerPiece | Generation) -> list[AnswerPart]:
     """What a piece of an answer makes certain. The piece at the end is the whole answer, whose text was read before."""
     return reading.finish() if isinstance(piece, Generation) else reading.push(piece.text)

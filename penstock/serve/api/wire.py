@@ -300,10 +300,10 @@ class CompletionRequest(_Sampled):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Each prompt, as text or as ids. Raises BadRequest where there is none, or too many."""
-        found = _each(self.prompt)
-        if not found or len(found) * (self.n or 1) > MAX_CHOICES:
-            raise BadRequest(f"a request may have 1 to {MAX_CHOICES} answers, not {len(found) * (self.n or 1)}")
-        return found
+        prompts = _each(self.prompt)
+        if not prompts or len(prompts) * (self.n or 1) > MAX_CHOICES:
+            raise BadRequest(f"a request may have 1 to {MAX_CHOICES} answers, not {len(prompts) * (self.n or 1)}")
+        return prompts
 
 
 class EmbeddingRequest(Sent):

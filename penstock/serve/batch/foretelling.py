@@ -148,8 +148,8 @@ def _requests(todo: Sequence[Todo]) -> Iterator[tuple[Ids, int]]:
             alike = 0  # of a line's other prompts nobody knows what they share
             if prompt == 0:  # the first line of a group is what the others share the beginning of
                 alike = length if group >= 0 and not each.shared_tokens else each.shared_tokens
-            found = np.concatenate(
+            ids = np.concatenate(
                 [np.full(alike, -2 - group, np.int32), np.full(length - alike, own, np.int32)]
             )  # fmt: skip
             for _ in range(copies):
-                yield found, each.output_tokens
+                yield ids, each.output_tokens

@@ -19,25 +19,25 @@ _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece of an answer. Its class says what the text is."""
+class _Text:
+    """A part of an answer. Its class says what the text is."""
 
     text: str
 
 
-class Said(_Piece):
+class Said(_Text):
     """For the reader."""
 
 
-class Thought(_Piece):
+class Thought(_Text):
     """From the model's thoughts."""
 
 
-class CallBegun(_Piece):
+class CallBegun(_Text):
     """The name of a tool, whose call begins. The arguments follow."""
 
 
-class CallMore(_Piece):
+class CallMore(_Text):
     """More of the arguments of the call that began last. Together they are JSON."""
 
 
@@ -65,7 +65,7 @@ class Collected:
     thought: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def add(self, parts: Iterable[Part]) -> Collected:
+    def add(self, parts: Iterable[AnswerPart]) -> Collected:
         for part in parts:
             match part:
                 case Said(text):
@@ -79,11 +79,11 @@ class Collected:
         return self
 
 
-Part = Said | Thought | CallBegun | CallMore
+AnswerPart = Said | Thought | CallBegun | CallMore
 _Steps = Generator[None, str, None]
 
 
-class _Ended(Exception):
+class _NoMoreText(Exception):
     """No more text comes."""
 
 
@@ -96,7 +96,7 @@ class Reading:
     """
 
     def __init__(self, writing: Writing | None = None, thinks: bool = False, thinking: bool = False) -> None:
-        self._writing, self._text, self._parts = writing, "", list[Part]()
+        self._writing, self._text, self._parts = writing, "", list[AnswerPart]()
         self.calls = 0
         self._space = ""  # that was said last, and is held back
         self._in_calls = False  # behind the mark that calls begin with
@@ -104,7 +104,7 @@ class Reading:
         self._steps: _Steps | None = self._channels() if channels else self._plain(thinks, thinking)
         self._run(lambda steps: next(steps))
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         """Takes more text. Returns the parts that it makes certain."""
         return self._run(lambda steps: steps.send(text)) if text else []
 
@@ -112,21 +112,21 @@ class Reading:
         """All parts of an answer whose whole text is known."""
         return Collected().add([*self.push(text), *self.finish()])
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The parts that become certain because no more text comes."""
-        rest = self._run(lambda steps: steps.throw(_Ended()))
+        rest = self._run(lambda steps: steps.throw(_NoMoreText()))
         return [*rest, Said(self._space)] if self._space and not self.calls else rest
 
-    def _run(self, step: Callable[[_Steps], object]) -> list[Part]:
+    def _run(self, step: Callable[[_Steps], object]) -> list[AnswerPart]:
         if self._steps is not None:
             try:
                 step(self._steps)
-            except (StopIteration, _Ended):
+            except (StopIteration, _NoMoreText):
                 self._steps = None
         parts, self._parts = self._parts, []
         return parts if self._writing is None else [kept for part in parts for kept in self._without_space(part)]
 
-    def _without_space(self, part: Part) -> Sequence[Part]:
+    def _without_space(self, part: AnswerPart) -> Sequence[AnswerPart]:
         """A part without the white space at the end of what it says, and with the white space held back before."""
         if not isinstance(part, Said):
             return (part,)
@@ -168,7 +168,7 @@ class Reading:
             try:
                 while "<|message|>" not in self._text:
                     yield from self._more()
-            except _Ended:
+            except _NoMoreText:
                 if not begun:  # no channel at all
                     self._say(Said, len(self._text))
                 raise
@@ -220,16 +220,16 @@ class Reading:
         """Text up to the first of some marks, which is dropped. Only what may be the beginning of one is held back."""
         try:
             while True:
-                found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-                if found:
-                    at, mark = min(found)
+                places = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+                if places:
+                    at, mark = min(places)
                     self._say(part, at)
                     self._text = self._text[len(mark) :]
                     return
                 held = max((_overlap(self._text, mark) for mark in marks), default=0)
                 self._say(part, len(self._text) - held)
                 yield from self._more()
-        except _Ended:
+        except _NoMoreText:
             self._say(part, len(self._text))
             raise
 
@@ -239,7 +239,7 @@ class Reading:
         try:
             while len(self._text) < len(literal) and literal.startswith(self._text):
                 yield from self._more()
-        except _Ended:
+        except _NoMoreText:
             if not self._in_calls:
                 self._say(Said, len(self._text))
             raise

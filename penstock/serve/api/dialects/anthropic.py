@@ -21,7 +21,7 @@ from penstock.serve.api.streams import named_event, parts_of
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
-from penstock.serve.tools.reading import CallBegun, CallMore, Part, Reading, Said, Thought
+from penstock.serve.tools.reading import AnswerPart, CallBegun, CallMore, Reading, Said, Thought
 
 _PATH = "/v1/messages"
 
@@ -81,7 +81,7 @@ class _Blocks:
     def __init__(self) -> None:
         self._index, self._open = -1, ""
 
-    def of(self, part: Part) -> list[bytes]:
+    def of(self, part: AnswerPart) -> list[bytes]:
         """The events of a part."""
         match part:
             case Said(text):

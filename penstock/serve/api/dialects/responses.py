@@ -21,7 +21,7 @@ from penstock.serve.api.streams import STILL_HERE, named_event, parts_of
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
-from penstock.serve.tools.reading import CallBegun, CallMore, Collected, Part, Reading, Said, Thought
+from penstock.serve.tools.reading import AnswerPart, CallBegun, CallMore, Collected, Reading, Said, Thought
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _ResponseEvents:
         self._number += 1
         return event
 
-    def of(self, part: Part) -> list[bytes]:
+    def of(self, part: AnswerPart) -> list[bytes]:
         """The events of a part."""
         match part:
             case Said(text):

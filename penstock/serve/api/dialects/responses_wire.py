@@ -116,12 +116,12 @@ class ToolNamespace(Sent):
     def functions(self) -> list[dict[str, Any]]:
         """The functions. Each is named by both names, and its description ends with the namespace's. Raises
         BadRequest."""
-        found = []
+        functions = []
         for tool, name in zip(self.tools, self.names(), strict=True):
             about = tool.get("description") or ""
             both = f"{about}\n\n{self.description}" if self.description and isinstance(about, str) else about
-            found.append({**tool, "name": _joined(self.name, name), "description": both})
-        return found
+            functions.append({**tool, "name": _joined(self.name, name), "description": both})
+        return functions
 
 
 class ResponsesRequest(Sent):
@@ -180,18 +180,20 @@ class ResponsesRequest(Sent):
     def _namespaces(self) -> list[ToolNamespace]:
         """The namespaces among the tools. Raises BadRequest."""
         try:
-            found = [ToolNamespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"]
+            namespaces = [
+                ToolNamespace.model_validate(each) for each in self.tools or () if each.get("type") == "namespace"
+            ]
         except ValidationError as error:
             raise BadRequest(f"tools: {what_is_wrong(error.errors())[0]}") from None
         # Each tool's description will end with its namespace's. Without this check a small body could make that large.
-        count = sum(len(space.tools) for space in found)
-        nbytes = sum(len(space.tools) * len(space.description or "") for space in found)
+        count = sum(len(space.tools) for space in namespaces)
+        nbytes = sum(len(space.tools) * len(space.description or "") for space in namespaces)
         if count > MAX_TOOLS or nbytes > MAX_TOOLS_BYTES:
             raise BadRequest(
                 f"tools has {count} functions in namespaces, whose descriptions take {nbytes} bytes; it may have"
                 f" {MAX_TOOLS} and {MAX_TOOLS_BYTES}"
             )
-        return found
+        return namespaces
 
     @property
     def spaces(self) -> dict[str, tuple[str, str]]:
