@@ -11,8 +11,8 @@ from penstock.spec.plan import Plan
 
 
 class Piece(NamedTuple):
-    """Some rows of a batch, from row `lo` on. `batch` has as many rows: it is the batch itself, or stands for these
-    rows. They are computed by the executors of `purpose`."""
+    """Some rows of a batch, from row `lo` on. `batch`: the batch itself, or a batch of as many rows that stands for
+    these rows. `purpose`: the rows are computed by the executors for such passes."""
 
     batch: Batch
     lo: int
@@ -20,8 +20,9 @@ class Piece(NamedTuple):
 
 
 class AssignedRows:
-    """The pieces of batches. Their first rows are computed as in any pass that reads prompts, the others as in passes
-    with answers too: by the executors of decode. So each row's result is what one of these two gives."""
+    """Cuts batches into pieces. The first rows of a batch are computed as in any pass that reads prompts. The other
+    rows are computed by the executors for decode, as in passes that have answers too. So each row's result is the one
+    that such a pass would give."""
 
     def __init__(self, plan: Plan) -> None:
         self._tables = {table.layer: table for table in plan.device_rows}
@@ -41,5 +42,5 @@ class AssignedRows:
 
 
 def _some(batch: Batch, rows: int) -> Batch:
-    """A batch that stands for so many rows of a batch. No call asks it for positions or pages."""
+    """A batch that stands for so many rows of another batch. No call asks it for positions or pages."""
     return Batch(batch.id, (0,), (0,), (rows,), ())

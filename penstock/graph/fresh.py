@@ -12,9 +12,9 @@ from penstock.graph.batch import Batch
 class FreshRows(NamedTuple):
     """Pages of `page_tokens` that hold the rows of `batch`, whose sequence i has the pages `pages[i]`.
 
-    Where all rows begin prompts, these are pages as the cache has them, of each sequence its own: attention reads them
-    there, and they are saved whole. Other rows are one page, row after row, as those of one sequence: so not a byte
-    more than theirs crosses the link."""
+    If all rows begin prompts, these are pages as the cache has them, and each sequence has its own. Attention reads
+    them there, and they are saved whole. Other rows lie in one page, row after row, as if they were one sequence's. So
+    no byte but theirs crosses the link."""
 
     page_tokens: int
     batch: Batch

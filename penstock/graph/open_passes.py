@@ -1,12 +1,12 @@
-"""Passes of which everything is known but routers' answers. Every token of a model whose experts come from a disk is
-one.
+"""Open passes: passes of which everything is known except the answers of routers. If a model's experts come from a
+disk, the passes of all its tokens are open passes.
 
 Such a pass is lowered once per shape. Its calls come again with other positions, except loads of experts and the calls
 that compute them. An open pass has marks in their places. At one kind of mark a router answers, and the experts that
-its layer's cache misses are read. At another kind the experts that were asked for are computed. Who runs it decides by
-the same cache (`graph/cache`), and needs no lowering between layers: that took 0.1 ms from a router's end to the first
-read of a layer that missed (docs/LOG.md). Its results must equal those of the lowering's tasks. Tests run both, and
-`run_serial` only the tasks.
+its layer's cache misses are read. At another kind the experts that were asked for are computed. Whoever runs the pass
+decides as the same cache does (`graph/cache`), and nothing is lowered between layers. Lowering took 0.1 ms from the end
+of a router to the first read of a layer that missed (docs/LOG.md). The results must equal those of the lowering's
+tasks. Tests run both, and `run_serial` runs only the tasks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _KEPT = 16  # shapes of passes that are remembered
 
 
 class Action(Enum):
-    """What is left open.
+    """What is done at a mark.
 
-    ASK      the router's answer is taken, and what its layer's cache misses is read
-    GUESS    the same of what the router says to another input, ahead of that layer
-    COMPUTE  experts that were asked for are computed, those in the cache first, the others as they come
+    ASK      the router's answer is taken, and the experts that its layer's cache misses are read
+    GUESS    the same with the router's answer to the input of the layer before
+    COMPUTE  the experts that were asked for are computed: first those in the cache, then the others as they come
     """
 
     ASK = "ask"
@@ -38,7 +38,8 @@ class Action(Enum):
 
 
 class Mark(NamedTuple):
-    """`action` comes before call number `at`. `call`: of the router that answers, of COMPUTE one that computes."""
+    """`action` is done before call number `at` of the pass. `call`: the call of the router that answers; for COMPUTE,
+    one that computes experts."""
 
     at: int
     action: Action
@@ -47,8 +48,9 @@ class Mark(NamedTuple):
 
 
 class OpenPass(NamedTuple):
-    """The calls of a pass in order, all on the host but for `Fetch`, and marks in rising order. `shape`: of the
-    passes that it stands for; `batch`: all calls have this one's id, in each pass at other positions."""
+    """The calls of a pass in order, and marks in rising order. All calls but `Fetch` are the host's. `shape`: the shape
+    of the passes that it stands for. `batch`: all calls are for a batch with this id, which has other positions in each
+    pass."""
 
     shape: Shape
     calls: tuple[Call, ...]

@@ -40,9 +40,9 @@ class _PassSize(NamedTuple):
 
 
 def score_s(prediction: Prediction, plan: Plan, ask: Ask) -> float:
-    """The seconds that the ask's objective minimises. For latency they are of all answers; a plan that holds fewer
-    sequences than were asked for takes several rounds. For throughput they are of one generated token, its share of the
-    prompts' time included."""
+    """The seconds that the ask's objective minimises. For latency, these are the seconds of all answers; a plan that
+    holds fewer sequences than were asked for takes several rounds. For throughput, they are the seconds of one
+    generated token, with its share of the prompts' time."""
     return _score_s(prediction.total_s, plan, ask)
 
 

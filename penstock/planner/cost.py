@@ -23,9 +23,9 @@ _MOST_HOLE_BYTES = MIB
 _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 
 # A multiplication of neurons' rows takes so many times as long as one of tiles with many rows. Rows are first turned
-# into tiles, or are multiplied as floats where a row of activations has few of them (docs/LOG.md, 2026-11-28).
+# into tiles, or are multiplied as floats if a row of activations has few of them (docs/LOG.md, 2026-11-28).
 _ROW_BY_ROW = 6.0
-_MANY_ROWS = 64  # a rate for so many is one by flops
+_MANY_ROWS = 64  # a call with so many rows is bound by its flops
 
 _NO_TIME_S = 1e-300
 
@@ -102,10 +102,10 @@ class Cost:
         return fixed_s, max(call.bytes * rate.s_per_byte, call.flops * rate.s_per_flop)
 
     def hole_bytes(self, lane: Lane, fmt: str) -> int:
-        """Between two reads of records that are in flight with others: so many bytes are read in the time that another
-        read takes to begin, in whole pages."""
+        """The bytes that are read in the time that one more read of records takes to begin while others are in flight,
+        in whole pages. A hole of so many bytes between two reads is read through."""
         rate, load = (self._line((lane, op, fmt, 1)) for op in ("pick", "load"))
-        # No disk reads here and there faster than in a row, whatever a fit of small reads says.
+        # No disk reads scattered bytes faster than consecutive ones, whatever a fit of small reads says.
         nbytes = rate.alpha_s / _in_flight(rate) / max(rate.s_per_byte, load.s_per_byte, _LEAST_S_PER_BYTE)
         return int(min(nbytes, _MOST_HOLE_BYTES)) // PAGE_BYTES * PAGE_BYTES
 
@@ -203,18 +203,19 @@ class Cost:
 
 
 def _in_flight(line: _RateLine) -> int:
-    """How many ranges of a disk were in flight together when the line was measured. Where nobody has timed reads of
-    records, they go by those of KV."""
+    """How many ranges of a disk were in flight together when the line was measured. If nobody has timed reads of
+    records, the line is that of reads of KV."""
     return PICKS_IN_FLIGHT if line.of[0][0].op == "pick" else KV_IN_FLIGHT
 
 
 def _begins(lane: Lane, operands: Operands, line: _RateLine) -> float:
-    """How often a call waits for alpha_s: once, but for moves of several ranges. Each range of KV, and each run of
-    records, has an alpha_s of its own. On a disk those that are in flight together share one. Runs of records are not
-    read in rounds: as one ends, the next begins. Those that follow others take their share of a round, however few they
-    are. Others, the first of a layer, take one at least, which stands for Python between a predictor and its reads too.
-    Without it promises were up to 1.6 times what was measured (docs/LOG.md, 2026-11-27); with one for each unit of a
-    layer, on a faster disk, 0.68 (2026-11-28)."""
+    """How often a call waits for alpha_s. Most calls wait once. A move of several ranges waits for each range of KV and
+    for each run of records, but on a disk, ranges that are in flight together wait together: they are one round. Runs
+    of records are not read in whole rounds, since the next run begins as soon as one ends. So runs that follow others
+    wait for their share of a round, however few they are. The first runs of a layer wait for one round at least, which
+    also stands for the time of Python between a predictor and its reads. Without this round, promised speeds were up to
+    1.6 times the measured ones (docs/LOG.md, 2026-11-27). With such a round for each unit of a layer they were 0.68
+    times the measured ones on a faster disk (2026-11-28)."""
     if isinstance(operands, KvMove):
         ranges = operands.ranges
     elif isinstance(operands, Pick):

@@ -1,5 +1,5 @@
-"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. `paper_reasons` has those about what
-the papers' formulas say."""
+"""Tells why a plan is as it is: a sentence for each choice, from the plan alone. `paper_reasons` has the sentences
+about what the papers' formulas say."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def caches(plan: Plan) -> str:
 
 
 def asked(plan: Plan) -> str:
-    """A sentence about what stays of FFNs."""
+    """A sentence about the part of FFNs that stays in memory."""
     parts, units = plan.parts, [unit for unit in plan.units if unit.asked]
     granules = sum(part.granules for part in parts.values() if part.kind == "ffn")
     share = 1 - sum(unit.hi - unit.lo for unit in units) / granules
@@ -78,7 +78,7 @@ def asked(plan: Plan) -> str:
 
 
 def shared_pages(plan: Plan) -> tuple[str, ...]:
-    """A sentence about pages that sequences share, where they do."""
+    """A sentence about pages that sequences share, if they do."""
     if not plan.kv_pages:
         return ()
     seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
@@ -92,7 +92,7 @@ def shared_pages(plan: Plan) -> tuple[str, ...]:
 
 
 def chosen_values(plan: Plan) -> tuple[str, ...]:
-    """Sentences about attention to the best positions alone, where there is."""
+    """Sentences about attention to the best positions alone, if the plan has it."""
     if plan.value_share == 1:
         return ()
     return (
@@ -105,9 +105,9 @@ _ELSEWHERE = {HOST: "in RAM", DISK.tier: "on the disk"}
 
 
 def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
-    """A sentence about where the weights lie, those about experts and about what else is not in device memory, and one
-    about KV. `lifts`: why units that are lifted have their size. `prompts`: the device computes the CPU's granules too
-    where a prompt is read."""
+    """Sentences about where the weights lie, about experts, about other weights outside device memory, and about KV.
+    `lifts`: why units that are lifted have their size. `prompts`: while a prompt is read, the device computes the CPU's
+    granules too."""
     homes, parts = weights_bytes(plan), plan.parts
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
@@ -132,8 +132,8 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
 
 
 def lifted_units(nbytes: int, ring_bytes: int, fixed_s: float, fixed_share: float) -> str:
-    """Why units that are lifted have at most `nbytes`. `fixed_s`: seconds that each costs beside its bytes;
-    `fixed_share`: the most that this may be of the copy's time."""
+    """Why units that are lifted have at most `nbytes`. `fixed_s`: seconds that each lift takes beside its bytes;
+    `fixed_share`: the largest share of the copy's time that these may be."""
     why = f"at most {fixed_share:.0%} of its copy"
     if nbytes == ring_bytes // 4:
         why = f"and a ring of {format_bytes(ring_bytes)} should hold four"

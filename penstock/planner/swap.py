@@ -1,4 +1,4 @@
-"""Whether KV that gives way is kept on the disk, or computed again when it is wanted."""
+"""Decides whether KV that gives way to other requests is kept on the disk, or computed again when it is wanted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Swap(NamedTuple):
 
 
 def swap(plan: Plan, machine: MachineSpec, times: PassTimes, prompt_rows: int) -> Swap:
-    """Compares the seconds of storing a page and reading it again with those by which its tokens lengthen the passes of
-    the other sequences, `prompt_rows` of them a pass."""
+    """Compares two costs of a page: the seconds to store it and read it again, and the seconds by which passes of the
+    other sequences become longer if its tokens are computed again, `prompt_rows` of them in each pass."""
     layout, cost = Layout(plan), Cost(machine)
     slots, tokens = layout.kv.page_slots(0), plan.page_tokens * layout.kv.page_group
     # KV that lies on a disk is read and written there once more each way.

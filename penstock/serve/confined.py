@@ -50,7 +50,7 @@ _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageF
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChildLimits:
     """The limits of a request to the child, and what it is about, for the error that the user reads.
 
     `doing`: "rendering a chat". `file`: that the request needs. `answer_bytes`: the most bytes of the answer, which
@@ -76,7 +76,7 @@ class Confined:
     def __init__(
         self,
         folder: Path,
-        opening: Callable[[], Limits],
+        opening: Callable[[], ChildLimits],
         patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
         module: str = TOKENIZER_CHILD,
@@ -99,7 +99,7 @@ class Confined:
         with self._mine():
             return self._start()
 
-    def ask(self, action: str, arguments: list[Any], limits: Limits) -> tuple[Any, float]:
+    def ask(self, action: str, arguments: list[Any], limits: ChildLimits) -> tuple[Any, float]:
         """The answer, and the seconds of processor time that it took. Raises BrokenModel beyond a limit, and the
         child's errors. `action`: the name of a method of `Vocabulary`."""
         with self._mine():
@@ -142,7 +142,7 @@ class Confined:
             raise
         return facts
 
-    def _exchange(self, child: Child, action: str, arguments: list[Any], limits: Limits) -> tuple[Any, float]:
+    def _exchange(self, child: Child, action: str, arguments: list[Any], limits: ChildLimits) -> tuple[Any, float]:
         try:
             left_s = max(_LEAST_S, limits.cpu_s - limits.spent_s)
             answer, cpu_s = child.exchange([action, arguments, left_s, limits.memory_bytes, limits.answer_bytes])
@@ -270,7 +270,7 @@ def _end(link: socket.socket, process: subprocess.Popen[bytes], owner: int) -> N
         process.returncode = 0  # this handle is a fork's copy: the process that forked waits for the child
 
 
-def _refused(answer: dict[str, Any], limits: Limits, file: Path) -> PenstockError:
+def _refused(answer: dict[str, Any], limits: ChildLimits, file: Path) -> PenstockError:
     """The error that the child's answer reports."""
     kind, said = answer["failed"], answer["message"]
     if kind == "MemoryError":
@@ -286,7 +286,7 @@ def _refused(answer: dict[str, Any], limits: Limits, file: Path) -> PenstockErro
     return failure
 
 
-def _explain(broke: _Broke, limits: Limits, file: Path) -> PenstockError:
+def _explain(broke: _Broke, limits: ChildLimits, file: Path) -> PenstockError:
     """The error for a child that gave no answer."""
     if broke.status is None:
         return BrokenModel(f"{file}: {limits.doing} came to a standstill")
@@ -303,7 +303,7 @@ def _explain(broke: _Broke, limits: Limits, file: Path) -> PenstockError:
     return BrokenModel(f"{file}: {limits.doing} ended in {how}, within {within}")
 
 
-def _too_large(limits: Limits, file: Path) -> PenstockError:
+def _too_large(limits: ChildLimits, file: Path) -> PenstockError:
     return BrokenModel(
         f"{file}: {limits.doing} takes more than {format_bytes(limits.memory_bytes)} of memory{limits.hint}"
     )

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime import host
-from penstock.serve.confined import Confined, Limits
+from penstock.serve.confined import ChildLimits, Confined
 from penstock.serve.guide_child import NUMBERED
 from penstock.serve.schemas import Rule
 from penstock.serve.tokenizer import Tokenizer
@@ -216,8 +216,8 @@ class Guides:
             raise BadRequest("with this model's tokenizer no answer can be held to a JSON schema")
         return [tokens]
 
-    def _limits(self, doing: str, cpu_s: float) -> Limits:
-        return Limits(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
+    def _limits(self, doing: str, cpu_s: float) -> ChildLimits:
+        return ChildLimits(doing, self._tokenizer.folder, cpu_s, self._limit_bytes, _ANSWER_BYTES)
 
     def _drop_left(self) -> None:
         """Makes the child forget the answers that nobody holds any more."""

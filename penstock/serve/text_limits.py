@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.runtime import host
-from penstock.serve.confined import Limits
+from penstock.serve.confined import ChildLimits
 from penstock.serve.text_files import TOKENIZER, text_bytes
 from penstock.store.packed import TOKENIZER_PEAK
 from penstock.units import MIB
@@ -40,7 +40,7 @@ class TextLimits:
         """The limits for a folder, whose files are measured now."""
         return cls(folder, text_bytes(folder), within_bytes)
 
-    def now(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> Limits:
+    def now(self, doing: str, text_bytes: int = 0, file: Path | None = None) -> ChildLimits:
         """The limits of a request that is made now. `text_bytes`: of the user's text. `file`: the file that the request
         needs; None for the tokenizer's."""
         memory_bytes = _MEMORY_BYTES + TOKENIZER_PEAK * self.file_bytes + _MEMORY_PER_BYTE * text_bytes
@@ -51,7 +51,7 @@ class TextLimits:
             left_bytes = max(planned_bytes, self.within_bytes - host.rss_bytes()) - _LIBRARY_BYTES
             if left_bytes < memory_bytes:
                 memory_bytes, hint = left_bytes, ", all that --host-memory leaves it"
-        return Limits(
+        return ChildLimits(
             doing,
             file or self.folder / TOKENIZER,
             _CPU_S + _CPU_S_PER_FILE_BYTE * self.file_bytes + _CPU_S_PER_BYTE * text_bytes,

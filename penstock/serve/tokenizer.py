@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
-from penstock.serve.confined import Child, Confined, Limits
+from penstock.serve.confined import Child, ChildLimits, Confined
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.serve.tools.writing import Writing, by_name
@@ -186,7 +186,7 @@ class Tokenizer:
         """The most bytes of memory that the child had so far."""
         return self._child.peak_bytes
 
-    def _ask(self, action: str, arguments: list[Any], limits: Limits) -> Any:
+    def _ask(self, action: str, arguments: list[Any], limits: ChildLimits) -> Any:
         return self._child.ask(action, arguments, limits)[0]
 
 
@@ -199,7 +199,7 @@ class TextStream:
     """
 
     def __init__(
-        self, child: Confined, limits: Limits, special: Container[int], byte_tokens: Container[int],
+        self, child: Confined, limits: ChildLimits, special: Container[int], byte_tokens: Container[int],
         name: Callable[[int], str] | None = None,
     ) -> None:  # fmt: skip
         """`limits`: the limits of decoding the whole answer, to which each token adds. `special`, `byte_tokens`: ids.

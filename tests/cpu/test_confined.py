@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BrokenModel
-from penstock.serve.confined import Confined, Limits
+from penstock.serve.confined import ChildLimits, Confined
 from penstock.serve.tokenizer import Tokenizer
 from tests.cpu.commands import ROOT
 from tests.cpu.test_tokenizer import build, in_folder
 from tests.left_open import open_now
 
-LIMITS = Limits("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
+LIMITS = ChildLimits("doing a thing", Path("that.json"), 4.0, 128 << 20, 1 << 20)
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -70,7 +70,7 @@ def script(text: str, *arguments: object, **kwargs: object) -> subprocess.Comple
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload, no-any-return]
 
 
-def encode(child: Confined, text: str, limits: Limits = LIMITS) -> list[int]:
+def encode(child: Confined, text: str, limits: ChildLimits = LIMITS) -> list[int]:
     ids: list[int] = child.ask("encode", [text, True], limits)[0]
     return ids
 

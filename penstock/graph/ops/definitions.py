@@ -125,11 +125,11 @@ class Attend(NamedTuple):
     `value_share`: below 1, the softmax is over a query's best positions alone (`Plan.value_share`). Of equal scores
     the earlier positions are taken.
 
-    Native kernels round what multiplies the codes of a cache of integers, unless activations are to be exact. A query's
-    numbers are rounded in steps of the largest of each group (of 256 columns at most) divided by 127 where keys are
-    int4, and by 32,767 where they are int8. A position's weight times its scale is rounded in steps of the largest of
-    each 64 positions and group divided by 32,767. What is rounded away counts as if codes were the middle ones. The
-    tolerance holds for exact activations."""
+    If the cache has integers, and activations need not be exact, native kernels round what multiplies the codes. The
+    numbers of a query are rounded in groups of up to 256 columns, in steps of the group's largest number divided by 127
+    if keys are int4, and by 32,767 if they are int8. The products of a position's weight and its scale are rounded in
+    groups of 64 positions, in steps of the largest divided by 32,767. The part that is rounded away is multiplied with
+    the middle code. The tolerance holds for exact activations."""
 
     q: Read
     keys: Read
@@ -164,15 +164,16 @@ class Out(NamedTuple):
 
 
 class Ffn(NamedTuple):
-    """partial (+)= FFN over the unit's neurons, SUM_NEURONS of its layer's at a time: a four of granules, or fewer
-    wide ones.
+    """partial (+)= FFN over the unit's neurons. SUM_NEURONS neurons are added up at a time, counted from the layer's
+    first: a four of granules, or fewer granules if these are wide.
 
     `starts_sum`: this call is the first addend. `continues_four`: the unit before left the sum of a four of granules
-    unfinished, in `pending`. `leaves_four`: this unit does. With `active` (one slot, or none) the activation of neurons
-    that are not active is taken to be 0, and so are activations whose magnitude is below `level`. `skips`: what an
-    activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked for, and its
-    activations are there. `weights` of a unit that is asked for, by activations or by predictors, are its pages with
-    records (`graph.asked`). `row_flops`: of the call's flops, those of neurons' rows one by one, and not of tiles."""
+    unfinished, in `pending`. `leaves_four`: this unit leaves one unfinished. With `active` (one slot, or none) neurons
+    that are not active count as if their activation was 0. Activations whose magnitude is below `level` count as 0 too.
+    `skips`: what an activation of 0 multiplies may be left out. With `values` (one slot, or none) the unit is asked
+    for, and `values` holds its activations. `weights` of a unit that is asked for, by activations or by predictors, are
+    its pages with records (`graph.asked`). `row_flops`: of the call's flops, those of neurons' rows one by one, and not
+    of tiles."""
 
     weights: Read
     h: Read
@@ -191,8 +192,8 @@ class Ffn(NamedTuple):
 
 
 class Fire(NamedTuple):
-    """values float32 [granules, T, 64] = act(gate h), or act(up h), of the unit's neurons. Whose is not 0 fires.
-    `weights`: what of the unit stays in RAM (`graph.asked`)."""
+    """values float32 [granules, T, 64] = act(gate h), or act(up h), of the unit's neurons. A neuron whose value is not
+    0 fires. `weights`: the part of the unit that stays in RAM (`graph.asked`)."""
 
     weights: Read
     h: Read

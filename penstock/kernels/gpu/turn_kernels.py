@@ -192,21 +192,15 @@ def _store(
             minimum_bits = tl.where(spoilt == 1, 0x7E00, minimum_bits)
             tl.store(factors + (GROUPS + g) * PAGE, minimum_bits.to(tl.int16))
     else:
-        _store_floats(
-            source, bias, inverse, weight, cos, sin, pool, block_at, slot, BIAS, NORM, HALF, E, KIND, BLOCK
-        )  # fmt: skip
+        columns = tl.arange(0, BLOCK)
+        kept = columns < E
+        value = _turned(source, columns, kept, bias, inverse, weight, cos, sin, BIAS, NORM, HALF)
+        _store_floats(value, columns, kept, pool, block_at, slot, E, KIND)
 
 
 @triton.jit
-def _store_floats(
-    source, bias, inverse, weight, cos, sin, pool, block_at, slot,
-    BIAS: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, E: tl.constexpr, KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`_store` of a row that is float32, float16 or bfloat16 in the pool."""
-    columns = tl.arange(0, BLOCK)
-    kept = columns < E
-    value = _turned(source, columns, kept, bias, inverse, weight, cos, sin, BIAS, NORM, HALF)
+def _store_floats(value, columns, kept, pool, block_at, slot, E: tl.constexpr, KIND: tl.constexpr):
+    """`_store` of the finished columns of a row that is float32, float16 or bfloat16 in the pool."""
     if KIND == "float32":
         tl.store(pool + block_at // 4 + slot * E + columns, value, mask=kept)
     elif KIND == "float16":  # values beyond its range become the largest; NaN stays
