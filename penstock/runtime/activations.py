@@ -1,4 +1,4 @@
-"""Activations of an FFN, worked out by numpy from the weights as they are packed."""
+"""Computes the activations of an FFN with numpy, from the packed weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Float32 = NDArray[np.float32]
 
 
 def activations(reader: DiskReader, part: Part, g: int, activation: str, h: Float32) -> Float32:
-    """What granule g of an FFN gives for h float32 [T, D] before anything is multiplied by it, float32 [T, neurons of
-    the granule]. Raises StorageFailed, DamagedModel."""
+    """The activations of granule g of an FFN for h float32 [T, D]: act(gate h), or act(up h) without a gate, float32
+    [T, neurons of the granule]. Raises StorageFailed, DamagedModel."""
     granule, first = _granule(reader, part, g), part.blocks[0]
     if first.stride:
         weights = decode_rows(granule, first)

@@ -20,8 +20,8 @@ from penstock.spec.places import GPU, is_disk
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_bytes
 
-_TURN_BYTES = 256 * MIB  # taken between two looks at whether to stop
-_AT_ONCE_BYTES = 64 * MIB  # arenas of less have their pages in some 10 ms, which no thread is worth
+_TURN_BYTES = 256 * MIB  # so many bytes of pages are taken before the thread looks again whether to stop
+_AT_ONCE_BYTES = 64 * MIB  # the pages of smaller arenas take some 10 ms, for which no thread is started
 
 
 class Arenas:
@@ -30,10 +30,11 @@ class Arenas:
     Memory of the host is in huge pages where the system grants them. `on_device(name, nbytes)` takes memory of the
     device for an arena; it returns the bytes if the host can see them, else None. All pages are taken before the first
     pass, and not at the first long prompt. `ahead`: a thread takes them while the caller goes on, in the order of the
-    plan's arenas, which begin with the weights; `settle` waits for it. `written`: arenas whose pages are not taken, for
-    the processor writes each byte of them before the first pass. A thread that takes pages keeps those waiting who want
-    memory of the system, as whoever reads a checkpoint does. Raises StorageFailed where the system refuses memory, and
-    what `on_device` raises."""
+    plan's arenas, which begin with the weights; `settle` waits for that thread. `written`: arenas whose pages are not
+    taken, since the processor writes each byte of them before the first pass. While a thread takes pages, others wait
+    longer for memory of the system, for example whoever reads a checkpoint.
+
+    Raises StorageFailed if the system refuses memory, and what `on_device` raises."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Arenas:
 
     @property
     def taking_s(self) -> float | None:
-        """Seconds that it took to take all pages. None where that is still under way."""
+        """Seconds that it took to take all pages. None while that is under way."""
         return self._pages.taking_s
 
     def settle(self) -> None:
@@ -118,8 +119,8 @@ class Arenas:
 
 
 class _Pages:
-    """Makes the pages of memories present, one memory after the other, by all threads. Reads to a page that is not
-    there yet wait until the system has made it."""
+    """Makes the pages of memories present, one memory after the other, with all threads. If something is read into a
+    page that is not present yet, the read waits until the system has made the page."""
 
     def __init__(self, memories: Sequence[_native.Memory]) -> None:
         self._memories, self._stopped = memories, threading.Event()
@@ -157,7 +158,7 @@ class _Pages:
         self.taking_s = time.perf_counter() - start_s
 
     def wait(self) -> None:
-        """Returns when all pages are taken. Raises what taking them raised."""
+        """Waits until all pages are taken. Raises the error of the thread that took them."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""Numpy's side of units that are asked for (`graph/asked`): who fires, and granules put together again."""
+"""What numpy computes of units that are asked for (`graph/asked`): which neurons fire, and whole granules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Float32 = NDArray[np.float32]
 
 
 def whole(kept: Bytes, picked: Bytes, fires: NDArray[np.bool_], part: Part) -> Bytes:
-    """Granules uint8 [n, granule_bytes], of which the records of neurons that do not fire are zeros. `picked`: the
-    pages with records, uint8 [n, page_bytes]. `fires`: [n, 64]."""
+    """Granules uint8 [n, granule_bytes], put together of the bytes that stay in RAM, `kept` uint8 [n, kept_bytes], and
+    the pages with records, `picked` uint8 [n, page_bytes]. `fires` [n, 64]: the records of neurons that do not fire are
+    zeros."""
     records = Records.of(part)
     granules = np.zeros((len(kept), part.granule_bytes), np.uint8)
     granules[:, : records.head], granules[:, records.tail :] = kept[:, : records.head], kept[:, records.head :]

@@ -1,10 +1,10 @@
 """Runs the calls of tasks with the native kernels. Numpy still does what these lack: embeddings that are projected or
 have learned positions.
 
-A task that the lowering marks as coming again is bound once. Its calls become a `_native.Program`, which runs without
-Python between the ops. Positions, KV pages and numbers of rows change from pass to pass: they lie in tables that the
-program points at. A call for experts that were asked for is a program too. Which experts, and where they lie, is
-replaced each time.
+If the lowering marks a task as one that comes again, it is bound once. Its calls become a `_native.Program`, which runs
+without Python between the ops. Positions, KV pages and numbers of rows change from pass to pass, so they lie in tables
+that the program points at. A call for experts that were asked for is a program too, in which the experts and their
+addresses are replaced each time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from penstock.runtime.native_kernels import Native, native
 from penstock.spec.plan import Plan
 
 __all__ = ["Native", "NativeBinding", "Target", "native"]
-_KEPT = 16  # programs, where a whole pass is one program; with caches of experts a layer has four
+# So many programs are remembered if a whole pass is one program. With caches of experts a layer has four.
+_KEPT = 16
 
 
 class _Bound(NamedTuple):
-    """A task bound once, to be run again."""
+    """A task that was bound, to be run again and again."""
 
     steps: tuple[_native.Program | int, ...]  # in order: a program, or the index of a call that numpy does
     batches: dict[int, int]  # batch id → the index of one call of that batch
@@ -91,8 +92,8 @@ class NativeBinding(NativeOps):
                 step.run()
 
     def _run_placed(self, call: Call, op: ops.Experts) -> None:
-        """Computes experts that were asked for. All operands are as in other passes but which experts they are, and
-        where these lie."""
+        """Computes experts that were asked for. All operands are the same in each pass, except which experts they are
+        and where these lie."""
         key = (call.unit, batch_of(call).total_rows, *op[1:6], op.starts_sum)
         program = self._placed.get(key)
         if program is None:

@@ -1,4 +1,4 @@
-"""Native kernels' operands: a call's slots become addresses, and its layer the shapes that kernels want."""
+"""Makes the operands of native kernels: addresses of a call's slots, and shapes of its layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _PRODUCTS = {"qkv": ops.QKV_BLOCKS, "out": ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS
 
 
 class NativeOps(Binding):
-    """Every op of a layer in native code, on weights where they lie. Arguments as for `Binding`."""
+    """Records and runs the ops of layers in native code, on weights where they lie. Its arguments are those of
+    `Binding`."""
 
     def __init__(
         self, plan: Plan, arenas: Arenas, reader: DiskReader | None, kernels: Native, poisoned: bool = False,
@@ -83,7 +84,7 @@ class NativeOps(Binding):
         self._projects_out = edges.has("project_out")
 
     def _check_scratch(self) -> None:
-        """Asserts that the plan's scratch is as large as the kernels want. With less they would run, but slower, and
+        """Asserts that the plan's scratch is as large as the kernels want. With less scratch they would run slower, and
         nobody would notice."""
         plan, spec, layers_of, rows = (
             self._plan,
@@ -132,7 +133,7 @@ class NativeOps(Binding):
         return _native.Program(self._compute)
 
     def record(self, program: _native.Program, call: Call, tables: BatchTables | None) -> None:
-        """Appends a native call to a program. `tables`: its batch's; None for calls of experts."""
+        """Appends a native call to a program. `tables`: those of the call's batch; None for calls of experts."""
         self._natively[call.op](program, call, call.operands, tables)  # type: ignore[arg-type]
 
     def new_tables(self, batch: Batch) -> BatchTables:
@@ -155,8 +156,8 @@ class NativeOps(Binding):
 
     @property
     def by_batches(self) -> bool:
-        """Not if numpy computes some calls, which takes the numbers of rows from them. Nor if somebody hears of calls,
-        and so of their rows."""
+        """As `Binding.by_batches`. False if numpy does some calls, since it takes the numbers of rows from the calls.
+        False too if somebody is told of calls, and so of their rows."""
         heard = self.on_route is not None or self.on_fired is not None
         return "embed" in self._natively and not self._projects_out and not heard
 
@@ -283,7 +284,7 @@ class NativeOps(Binding):
         )  # fmt: skip
 
     def _fired_at(self, call: Call) -> int:
-        """The address where an FFN's call notes who fires; 0 where nobody asks."""
+        """The address where an FFN's call notes which neurons fire; 0 if nobody asks."""
         if self.on_fired is None:
             return 0
         unit, t = self._plan.units[call.unit], batch_of(call).total_rows
@@ -293,7 +294,7 @@ class NativeOps(Binding):
         return self._fired.ctypes.data
 
     def _tell_fired(self, call: Call) -> None:
-        """Tells `on_fired` of a layer whose last FFN unit this call has computed."""
+        """Tells `on_fired` which neurons of a layer fired, if this call has computed the layer's last FFN unit."""
         if self.on_fired is None or not isinstance(call.operands, ops.Ffn):
             return
         unit = self._plan.units[call.unit]

@@ -13,8 +13,8 @@ from penstock.store.files import MAX_TEXT_BYTES, load, load_text, write_bytes
 
 
 def probed(file: Path, machine: MachineSpec) -> MachineSpec:
-    """The probe's own figures. They are kept beside the machine's `file` if it was calibrated; else they are those of
-    `machine`, which that file holds. Raises BadRequest where the kept figures are damaged."""
+    """The probe's own figures. If the machine's `file` was calibrated, they are kept beside it. Else they are those of
+    `machine`, which the file holds. Raises BadRequest where the kept figures are damaged."""
     try:
         return with_short_begins(machines.loads(load_text(probed_file(file)), "it"))
     except FileNotFoundError:

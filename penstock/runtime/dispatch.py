@@ -1,4 +1,4 @@
-"""Hands each task to the one that does it: the host's kernels, its disks, or a device."""
+"""Hands each task to whoever does it: the host's kernels, the host's disks, or a device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.runtime.device import LANES, Device, Underway
 
 
 class Work(Protocol):
-    """All that an executor knows of the machine: how to begin a task, and how to do one."""
+    """All that `execute` knows of the machine: how to begin a task, and how to do one."""
 
     def on_device(self, lane: str) -> bool:
         """Whether a device does the tasks of this lane."""
 
     def begin(self) -> None:
-        """A pass starts."""
+        """Is told that a pass starts."""
 
     def start(self, task: Task, after: Sequence[Underway] = ()) -> Underway | None:
-        """Begins a task that then goes on by itself, after those in `after`. Returns None for any other task: `run`
-        does it."""
+        """Begins a task that goes on by itself, to run after the tasks `after`. Returns None if the task is none of
+        these: then `run` does it."""
 
     def run(self, task: Task) -> None:
         """Does a task and returns when it is done."""

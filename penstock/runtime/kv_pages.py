@@ -15,15 +15,15 @@ from penstock.runtime.kv_file import KvFile
 from penstock.spec.places import is_disk
 from penstock.units import MIB
 
-_BUFFER_BYTES = MIB  # that what lies on a disk goes through, on its way from one file to another
+_BUFFER_BYTES = MIB  # KV on a disk goes through a buffer of this size on its way from one file to another
 
 
 class KvPages:
-    """The pages of a loaded plan, by their group's number (`KvLayout.page_group`). Not to be used while a task is under
-    way that writes KV. `page_bytes`: of a page in all layers.
+    """The pages of a loaded plan, by their group's number (`KvLayout.page_group`). Not to be used while a task that
+    writes KV is under way. `page_bytes`: the bytes of a page in all layers together.
 
-    Both kinds of steps through a page go layer after layer, first K and then V, in parts of any size. A part is a view
-    of memory, uint8 [n], and holds until the next one."""
+    `read` and `rooms` go through a page layer by layer, first K and then V, in parts of any size. A part is a view of
+    memory, uint8 [n], which holds until the next part is asked for."""
 
     def __init__(self, layout: KvLayout, arenas: Arenas, kv_file: KvFile | None) -> None:
         self._layout, self._arenas, self._kv_file = layout, arenas, kv_file
@@ -37,7 +37,7 @@ class KvPages:
             raise BadRequest("KV in a GPU's memory cannot be kept yet: leave out --keep-kv, or give --device none")
 
     def read(self, page: int) -> Iterator[NDArray[np.uint8]]:
-        """What a page holds. Raises StorageFailed for KV on a disk."""
+        """Yields the bytes of a page, part by part. Raises StorageFailed for KV on a disk."""
         for slot in self._layout.page_slots(page):
             if not is_disk(slot.arena):
                 yield self._arenas.view(slot)
@@ -47,8 +47,8 @@ class KvPages:
                 yield part
 
     def rooms(self, page: int) -> Iterator[NDArray[np.uint8]]:
-        """Room for what a page is to hold: whoever steps through it fills each part before the next one. Raises
-        StorageFailed for KV on a disk."""
+        """Yields the room for the bytes of a page, part by part. The caller fills each part before it asks for the
+        next. Raises StorageFailed for KV on a disk."""
         for slot in self._layout.page_slots(page):
             if not is_disk(slot.arena):
                 yield self._arenas.view(slot)
@@ -58,7 +58,7 @@ class KvPages:
                 self._file.write([(offset, part.data)])
 
     def copy(self, source: int, page: int) -> None:
-        """A page in RAM gets what another one holds (`KvLayout.copies`)."""
+        """Copies the bytes of a page in RAM, `source`, to another one (`KvLayout.copies`)."""
         for held, target in zip(self.read(source), self.rooms(page), strict=True):
             target[...] = held
 

@@ -1,4 +1,4 @@
-"""Times disk and RAM in this very minute, by reading weights of a loaded model once more."""
+"""Measures the present speed of disk and RAM, by reading weights of a loaded model once more."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.runtime.movers import DiskLoad, DiskReader, waited_for
 from penstock.spec.parts import PAGE_BYTES
 from penstock.units import MIB, round_up
 
-_RAM_BYTES = 800 * MIB  # read in all rounds together, about 20 ms
+_RAM_BYTES = 800 * MIB  # so much is read in all rounds together, in about 20 ms
 _MOST_ROUNDS = 5
-_PART_BYTES = 32 * MIB  # of loading; eight loads are in flight, and end in bursts
-_PIECE_BYTES = 64 * MIB  # the least: twice a large L3 cache, so that none holds what is read next
+_PART_BYTES = 32 * MIB  # loading is timed in such parts: eight loads are in flight, and they end in bursts
+_PIECE_BYTES = 64 * MIB  # the smallest piece: twice a large L3 cache, so that no cache holds what is read next
 
 
 class Read(NamedTuple):
@@ -28,11 +28,11 @@ class Read(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """0 where nothing was read."""
+        """Bytes per second; 0 if nothing was read."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
     def beside(self, other: Read) -> Read:
-        """Both, one after the other."""
+        """Both reads together, one after the other."""
         return Read(self.bytes + other.bytes, self.seconds + other.seconds, self.loads + other.loads)
 
 
@@ -40,7 +40,7 @@ NOTHING = Read(0, 0.0)
 
 
 class End(NamedTuple):
-    """A load has ended: at this moment (`time.perf_counter`), and so many bytes were read until then."""
+    """The end of a load: its time (`time.perf_counter`), and the bytes that were read until then."""
 
     moment_s: float
     bytes: int
@@ -48,7 +48,7 @@ class End(NamedTuple):
 
 def at_median(ends: Sequence[End]) -> Read:
     """The bytes read between the first and the last of `ends`, and the seconds that they take at the median speed of
-    parts of 32 MiB: what halts the machine for a moment (0.9 s of taking pages were seen) is no speed of its disk."""
+    parts of 32 MiB. So it does not count if something halts the machine for a moment: taking pages once took 0.9 s."""
     if len(ends) < 2:
         return NOTHING
     parts, last = list[Read](), ends[0]
@@ -64,8 +64,9 @@ def at_median(ends: Sequence[End]) -> Read:
 def from_disk(
     reader: DiskReader, ranges: Sequence[tuple[str, int, int, int]], address: int, room_bytes: int, seconds: float
 ) -> Read:
-    """Loads granule ranges (part, lo, hi, bytes) in turns for about so many `seconds`, to the `room_bytes` of memory
-    at `address`, which nobody uses. As many loads are in flight as it holds. Raises StorageFailed, DamagedModel."""
+    """Loads granule ranges (part, lo, hi, bytes), one after the other and again, for about so many `seconds`. They go
+    to the `room_bytes` of memory at `address`, which nobody uses meanwhile. As many loads are in flight as this memory
+    has room for. Raises StorageFailed, DamagedModel."""
     if not ranges:
         return NOTHING
     size = round_up(max(nbytes for *_, nbytes in ranges), PAGE_BYTES)
@@ -83,9 +84,9 @@ def from_disk(
 
 
 def from_ram(address: int, nbytes: int, threads: int) -> Read:
-    """Reads `nbytes` of memory with all threads: a few pieces, or all of it several times where it is too little for
-    pieces. Returns the one that took the median time: a moment in which another process had a core is none of the
-    RAM's."""
+    """Reads `nbytes` of memory with all threads: a few pieces of it, or all of it several times if it is too small for
+    pieces. Returns the read that took the median time, so that a moment in which another process had a core does not
+    count."""
     nbytes = min(nbytes, _RAM_BYTES)
     if nbytes <= 0:
         return NOTHING

@@ -1,6 +1,6 @@
-"""Brings weights to their places when a model is loaded, where a read cannot put them there: to a device's memory
-through the stage. Of units that are asked for, it brings the bytes that stay in RAM (`graph.records`) through the
-ring."""
+"""Brings weights to their places when a model is loaded, if no read can put them there. Weights of a device go through
+the stage to its memory. Units that are asked for go through the ring, and the bytes of them that stay in RAM are kept
+(`graph.records`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 from penstock.units import MIB
 
-_PIECE_BYTES = 16 * MIB  # of the stage; it holds two pieces, so that the disk reads one while the link copies the other
+_PIECE_BYTES = 16 * MIB  # the stage holds two pieces, so that the disk reads one while the link copies the other
 
 Look = Callable[[str, NDArray[np.uint8]], None]
 Piece = tuple[str, int, int, Slot]  # part, granules lo..hi, their slot on the device
@@ -31,9 +31,9 @@ Piece = tuple[str, int, int, Slot]  # part, granules lo..hi, their slot on the d
 def lift_weights(
     plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas, device: Device, look: Look
 ) -> Iterator[int]:  # fmt: skip
-    """Loads every unit that is at home on the device through the stage, and its predictors, and yields the bytes of
-    each piece as it arrives. `look(part, bytes)` sees each piece in the stage. However this ends, no load is under way
-    afterwards. Raises StorageFailed, DamagedModel, DeviceFailed, and what `look` raises."""
+    """Loads every unit that is at home on the device, and the device's predictors, through the stage. Yields the bytes
+    of each piece as it arrives. `look(part, bytes)` is called with each piece in the stage. However this ends, no load
+    is under way afterwards. Raises StorageFailed, DamagedModel, DeviceFailed, and what `look` raises."""
     pieces = list(_pieces(plan, layout))
     if not pieces:
         return
@@ -65,8 +65,8 @@ def lift_weights(
 
 
 def keep_asked(plan: Plan, layout: Layout, reader: DiskReader, arenas: Arenas) -> Iterator[int]:
-    """Reads every unit that is asked for, and yields its bytes. So its records were compared with their checksums
-    before single ones are read. Raises StorageFailed, DamagedModel."""
+    """Reads every unit that is asked for, and yields the number of its bytes. So all its records have been compared
+    with their checksums before single ones are read. Raises StorageFailed, DamagedModel."""
     for u, slot in layout.kept.items():
         unit = plan.units[u]
         part = layout.parts[unit.part]
