@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.order import NeuronOrder, hot_to_cold
-from penstock.spec.parts import PINNED, Block, Part, parts
+from penstock.spec.parts import PAGE_BYTES, PINNED, Block, Part, parts
 from penstock.spec.profile import Profile
 from penstock.store import pooling
 from penstock.store.blocks import encode_blocks
@@ -39,7 +39,7 @@ from penstock.store.gguf.model import gguf_text_files
 from penstock.store.header import KINDS, TensorInfo, quoted
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.store.own import own_dtype, own_weights, require_floats
-from penstock.store.packed import is_packed, read_config
+from penstock.store.packed import is_packed, read_config, read_opened
 from penstock.store.profile_file import file_of
 from penstock.store.quantize import encode, encode_rows, require_own, widen
 from penstock.store.sources import moved_neurons, sources_in
@@ -91,9 +91,11 @@ def pack(
 @contextmanager
 def opened(src: Path, weights: Format | None, profile: Profile | None = None) -> Iterator[Packing]:
     """Opens a checkpoint for packing: reads and checks headers, shapes and small files. Raises as `pack`."""
-    config, spec = read_config(src)
-    folder = src if src.is_dir() or is_gguf(src) else src.parent
-    with Checkpoint.open(folder) as checkpoint:
+    if not is_gguf(src):
+        config, spec = read_config(src)
+    with Checkpoint.open(folder := src if src.is_dir() or is_gguf(src) else src.parent) as checkpoint:
+        if checkpoint.gguf is not None:
+            config, spec = read_opened(checkpoint.gguf, src)
         checkpoint.require_order()
         own = own_dtype(checkpoint, spec)
         spec = replace(spec, dtype=own)
@@ -262,11 +264,10 @@ class Packing:
 
         def fill(part: Part, lo: int, hi: int, out: npt.NDArray[Any]) -> Callable[[], None]:
             granules = out.reshape(hi - lo, part.granule_bytes)
-            _clear_gaps(part, granules)
-            jobs = []
+            jobs = [cleared := pool.submit(_clear_gaps, part, granules)]
             for block in part.blocks:
                 for a, b in self._runs(part, block, lo, hi):
-                    jobs.append(pool.submit(self._encode_run, part, block, a, b, granules[a - lo : b - lo]))
+                    jobs.append(pool.submit(self._encode_run, part, block, a, b, granules[a - lo : b - lo], cleared))
 
             def filled() -> None:
                 try:
@@ -291,16 +292,21 @@ class Packing:
             full = min(hi, part.rows // part.granule_rows)
         return [(lo, full)] * (lo < full) + [(g, g + 1) for g in range(max(lo, full), hi)]
 
-    def _encode_run(self, part: Part, block: Block, lo: int, hi: int, granules: npt.NDArray[Any]) -> None:
-        """Encodes a block of granules lo..hi of `_runs` into uint8 [hi - lo, granule_bytes]."""
+    def _encode_run(
+        self, part: Part, block: Block, lo: int, hi: int, granules: npt.NDArray[Any], cleared: Future[None]
+    ) -> None:
+        """Encodes a block of granules lo..hi of `_runs` into uint8 [hi - lo, granule_bytes]. `cleared`: done when their
+        gaps are cleared. It was submitted before, so a thread is at it, and what is read meanwhile comes from a
+        disk."""
         if hi - lo == 1:
-            self._encode(part, block, lo, granules[0])
+            self._encode(part, block, lo, granules[0], cleared)
             return
         source = self.sources[part.key, block.name]
         extent, tensor = _extent(block, source, False), self.checkpoint.find(source.of_expert(0))
         start = source.offset + lo * extent
         raw = self.checkpoint.read(source.of_expert(0), source.axis, start, start + (hi - lo) * extent)
         into = granules[:, block.offset : block.offset + block.nbytes]
+        cleared.result()
         with _named(tensor):
             if source.axis == 1:
                 encode_blocks(raw, tensor.dtype, block.rows, block.cols, start, into)
@@ -317,12 +323,13 @@ class Packing:
             return self.moved[part.layer] if source.axis == 0 else None
         return self.orders.get(part.layer)
 
-    def _encode(self, part: Part, block: Block, g: int, granule: npt.NDArray[Any]) -> None:
+    def _encode(self, part: Part, block: Block, g: int, granule: npt.NDArray[Any], cleared: Future[None]) -> None:
         source, (expert, nth) = self.sources[part.key, block.name], divmod(g, part.expert_granules)
         name = source.of_expert(expert)
         tensor = self.checkpoint.find(name)
         if source.order:
             columns = self.checkpoint.order_of(name).astype(np.float32).reshape(1, -1)
+            cleared.result()
             into = granule[block.offset : block.offset + block.nbytes]
             encode(columns, block.format, block.rows, block.cols, into, block.tiled)
             return
@@ -341,6 +348,7 @@ class Packing:
             raw = (raw.T if source.turned else raw)[(slice(None),) * source.axis + (slice(None, None, source.step),)]
         if source.interleaved:
             raw = _halves(raw, source.interleaved)
+        cleared.result()
         with _named(tensor):
             into = granule[block.offset : block.offset + block.nbytes]
             if tensor.dtype not in KINDS:
@@ -365,7 +373,9 @@ def _named(tensor: TensorInfo) -> Iterator[None]:
 
 def _clear_gaps(part: Part, granules: npt.NDArray[Any]) -> None:
     """Zeroes the bytes of granules uint8 [n, granule_bytes] that no block writes; all of them where neurons lie apart,
-    for then the records of blocks are mixed."""
+    for then the records of blocks are mixed. Touches each page: threads that meet at a page that is not there yet would
+    each have the system clear one."""
+    granules[:, ::PAGE_BYTES] = 0
     end = 0
     for block in sorted(part.blocks, key=lambda block: block.offset):
         if block.stride:
