@@ -93,9 +93,11 @@ def loaded(
     guide_bytes: int = 0,
     family: str | None = None,
     prompt: Sequence[int] = (),
+    copy_first: bool = False,
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. If the model has no packed copy yet, that
-    is written before, unless what the caller does fails. `record`: a trace of its passes.
+    is written before, unless what the caller does fails. `copy_first`: it is written before the caller has the engine.
+    `record`: a trace of its passes.
     `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as for
     `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
@@ -111,6 +113,8 @@ def loaded(
     )
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)
+        if copy_first:
+            engine.write_copy(tell)
     for line in engine.notes:
         note(line)
     if record is not None:

@@ -110,26 +110,27 @@ def run(
     chatting = prompt is None and not as_json and sys.stdin.isatty()
     ask = work.ask(machine)
     _refuse_contradictions(work, sampling, ask, chatting, asking)
-    from penstock.serve.planning import describe
     from penstock.serve.recording import ANSWERS, recording
     from penstock.spec import answers
 
     with tracing(trace, f"penstock run {model}") as traced, writing(record, "--record", ANSWERS) as keep:
         text = "" if chatting else read_prompt(prompt)
-        # A plan of a file, a chat that may stay for hours, and what tells of packed models go without this way.
-        unpacked = plan is None and not chatting and record is None
-        source = packed_model(model, weights, machine, cache_limit, chat=not asking.raw, unpacked=unpacked)
-        if keep is not None and not describe(source.folder, verify=not machine.no_verify)[0].is_routed:
+        # A plan of a file is for a packed model, and so is what routers say.
+        unpacked = plan is None and record is None
+        source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked)
+        if keep is not None and not source.spec(not machine.no_verify).is_routed:
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer
 
         _import_ahead("penstock.serve.engine")
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
-        tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
-        asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system)
+        with source.naming():
+            tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
+            source.accept(tokenizer)
+            asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
-            most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
+            most = source.spec(not machine.no_verify).max_positions
             context = plan.context if plan is not None else work.named_context or min(most, DEFAULT_CONTEXT)
             sampling = _until(context, len(ids), sampling)
         params = sampling.params(tokenizer.generation_config, work)
@@ -140,7 +141,9 @@ def run(
         # Whoever reads JSON, a trace or a record wants figures of passes that nothing was done beside.
         alone = as_json or chatting or work.batch > 1 or traced is not None or keep is not None
         with (
-            loaded(source, ask, machine, plan, traced, tokenizer, prompt=() if alone else ids) as engine,
+            loaded(
+                source, ask, machine, plan, traced, tokenizer, prompt=() if alone else ids, copy_first=chatting
+            ) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
             if why:

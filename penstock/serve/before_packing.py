@@ -26,11 +26,17 @@ def check_text_files(folder: Path, *, chat: bool, whole: bool = True, within_byt
     with_model_defaults(read_json_if_there(folder / "generation_config.json"))
     if whole or os.path.lexists(folder / TOKENIZER):
         with closing(Tokenizer.open(folder, within_bytes)) as tokenizer:
-            if chat:
-                tokenizer.check_templates()
-            # What a template itself refuses may be this conversation alone.
-            with suppress(BadRequest):
-                if chat:
-                    tokenizer.encode_chat([{"role": "user", "content": _TRIAL}])
-                else:
-                    tokenizer.encode(_TRIAL)
+            try_tokenizer(tokenizer, chat=chat)
+
+
+def try_tokenizer(tokenizer: Tokenizer, *, chat: bool) -> None:
+    """As `check_text_files`, with a tokenizer that is open."""
+    with_model_defaults(tokenizer.generation_config)
+    if chat:
+        tokenizer.check_templates()
+    # What a template itself refuses may be this conversation alone.
+    with suppress(BadRequest):
+        if chat:
+            tokenizer.encode_chat([{"role": "user", "content": _TRIAL}])
+        else:
+            tokenizer.encode(_TRIAL)

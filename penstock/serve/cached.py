@@ -59,7 +59,7 @@ class Cached:
 
     def hold_or_open(self) -> tuple[Path, FolderLock] | Unpacked:
         """As `hold`, but where there is no copy yet the checkpoint itself, to be loaded without one, if nothing stands
-        in the way of writing the copy later by `write`."""
+        in the way of writing the copy later by `write`. Its tokenizer was not tried then."""
         return self._hold(lambda now: self._open(now) or self._make(now))
 
     def _hold(self, make: Callable[[dict[str, Stamp]], Path | Unpacked]) -> tuple[Path, FolderLock] | Unpacked:
@@ -154,18 +154,24 @@ class Cached:
         """The checkpoint, open to be loaded, with room in the cache for its copy. None where the copy was begun, or is
         being written, or cannot be written as things are: packing then goes on with it, waits, or says what is wrong.
         Raises as `pack`."""
-        folder = self._place(now, self._format)
-        if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
-            return None
         with ExitStack() as opened:
-            unpacked = Unpacked.open(self.checkpoint, self._format, now, self._check)
+            unpacked = Unpacked.open(self.checkpoint, self.weights, now)
             opened.callback(unpacked.close)
+            folder = self._place(now, unpacked.job.weights)
+            if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
+                return None
             if self.limit_bytes is not None:
                 self._clear(self.limit_bytes, unpacked.copy_bytes)
             if not _has_room(self.models, unpacked.copy_bytes):
                 return None
             opened.pop_all()
         return unpacked
+
+    def say_writing(self, unpacked: Unpacked) -> None:
+        """Tells what `write` will write, before the weights are loaded."""
+        folder = self._place(unpacked.stamps, unpacked.job.weights)
+        free = format_bytes(free_bytes(_there(folder)))
+        self._say(f"writes {format_bytes(unpacked.copy_bytes)} to {folder} when it is loaded, {free} free")
 
     def write(self, unpacked: Unpacked, fill: Fill) -> Path:
         """Writes the copy of a checkpoint that was loaded without one, unless another process has made it meanwhile,
@@ -175,7 +181,7 @@ class Cached:
         folder = self._place(unpacked.stamps, fmt)
         if copies.read_record(folder) is not None:
             return folder
-        waiting, writing = self._waiting(folder), self._writing(folder, unpacked.stamps, fmt)
+        waiting, writing = self._waiting(folder), self._writing(folder, unpacked.stamps, fmt, said=True)
         telling = self._progress("writing the packed copy, {}")
         return unpacked.job.write(folder, fill, telling, waiting=waiting, writing=writing)
 
@@ -183,15 +189,17 @@ class Cached:
         """The folder of the copy that is to be made."""
         return self.models / copies.copy_name(self.name, now, fmt.name)
 
-    def _writing(self, folder: Path, now: dict[str, Stamp], fmt: Format) -> Writing:
-        """What goes on around the writing of a copy. `now`: the stamps of what it is made from."""
+    def _writing(self, folder: Path, now: dict[str, Stamp], fmt: Format, said: bool = False) -> Writing:
+        """What goes on around the writing of a copy. `now`: the stamps of what it is made from. `said`: whether it was
+        told what is written."""
 
         @contextmanager
         def writing(aside: Path, missing_bytes: int) -> Iterator[None]:
             if self.limit_bytes is not None:
                 self._clear(self.limit_bytes, missing_bytes, aside)
-            free = format_bytes(free_bytes(aside))
-            self._say(f"writes {format_bytes(missing_bytes)} to {folder}, {free} free")
+            if not said:
+                free = format_bytes(free_bytes(aside))
+                self._say(f"writes {format_bytes(missing_bytes)} to {folder}, {free} free")
             yield
             then = stamps(self.checkpoint)
             if then != now and find_same(self.checkpoint, fmt, {aside: unchanged(now, then)}) is None:
@@ -252,8 +260,13 @@ class Cached:
 
 def _has_room(models: Path, nbytes: int) -> bool:
     """Whether so many bytes may be written to a folder, which may not be there yet."""
-    there = next(folder for folder in (models, *models.parents) if folder.exists())
+    there = _there(models)
     return os.access(there, os.W_OK | os.X_OK) and nbytes <= free_bytes(there)
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that there is."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def _known(record: Record, now: dict[str, Stamp]) -> frozenset[str]:

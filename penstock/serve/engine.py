@@ -117,6 +117,7 @@ class Engine:
             if on_progress is not None:
                 on_progress(why_not, 0, 0)
             return None
+        source.say_writing(on_progress)
         why = ("weights come from the checkpoint itself, which has no packed copy yet: it is written after that",)
         engine = cls._loaded(unpacked.model, within, on_progress, unpacked.fill, why)
         unpacked.forget()

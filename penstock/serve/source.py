@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,14 +10,18 @@ from penstock.errors import BadRequest, DamagedModel
 from penstock.hubs.where import Where
 from penstock.runtime.host import Progress
 from penstock.serve import shapes
+from penstock.serve.before_packing import try_tokenizer
 from penstock.serve.cached import Cached
 from penstock.serve.named import locate
 from penstock.serve.planning import describe
+from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import Format, parse_format
+from penstock.spec.model import ModelSpec
 from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
+from penstock.store.pack import naming
 from penstock.store.packed import is_packed, read_config, read_manifest
 from penstock.store.unpacked import Unpacked
 from penstock.store.writer import Fill
@@ -47,6 +52,11 @@ class Source:
         """The checkpoint that is, or will be, loaded without a copy."""
         return self.unpacked if self.lock is None else None
 
+    def say_writing(self, tell: Progress | None) -> None:
+        """Tells what `write` will write."""
+        assert self.cached is not None and self.unpacked is not None
+        replace(self.cached, tell=tell).say_writing(self.unpacked)
+
     def write(self, fill: Fill, tell: Progress | None) -> None:
         """Writes the copy of the checkpoint that was loaded without one. `fill`: gives its granules. `tell`: gets
         progress and news. Raises as `resolve`."""
@@ -70,6 +80,22 @@ class Source:
         if self.lock.is_at(self.folder):
             copies.mark_damaged(self.folder, why)
         return DamagedModel(f"{why}; the next start packs it again", **error.numbers)
+
+    def spec(self, verify: bool = True) -> ModelSpec:
+        """The model's. `verify`: as for `describe`, which it raises as."""
+        return self.unpacked.model.spec if self.unpacked is not None else describe(self.folder, verify=verify)[0]
+
+    def accept(self, tokenizer: Tokenizer) -> None:
+        """Tries the tokenizer of a checkpoint that is loaded without a copy, as it is tried before a checkpoint is
+        packed. Raises as `check_text_files`."""
+        if self.unpacked is not None and self.cached is not None:
+            try_tokenizer(tokenizer, chat=self.cached.chat)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """In this block errors name the checkpoint, and not the folder that was made of its small files."""
+        if self.unpacked is None:
+            return nullcontext()
+        return naming(self.unpacked.job.checkpoint.folder, self.unpacked.model.folder)
 
     def close(self) -> None:
         """Lets other processes remove the packed model."""
@@ -99,6 +125,7 @@ def resolve(
     those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
     checksums. `chat`: whether the chat template is parsed before the model is packed. `where`: places to look for it
     besides paths. `unpacked`: a checkpoint that has no copy may be given as it is, to be loaded and packed after that.
+    Its tokenizer was not tried then: the caller opens it, and calls `Source.accept` before it loads.
 
     Raises BadRequest where `model` is no model; UnsupportedModel or BrokenModel where it cannot be packed;
     StorageFailed.

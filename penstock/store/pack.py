@@ -233,11 +233,8 @@ class Packing:
                 made = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
                 for name, content in self.extras.items():
                     write_bytes(Path(made) / name, content)
-            try:
+            with naming(self.checkpoint.folder, made):
                 yield Path(made)
-            except PenstockError as error:
-                message = error.message.replace(made, str(self.checkpoint.folder))
-                raise type(error)(message, **error.numbers) from None
 
     def write(
         self,
@@ -360,6 +357,15 @@ class Packing:
                 encode_rows(raw.T if source.axis == 1 else raw, block, granule)
                 return
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
+
+
+@contextmanager
+def naming(checkpoint: Path, made: Path | str) -> Iterator[None]:
+    """Errors name the checkpoint instead of the folder that was made of its small files."""
+    try:
+        yield
+    except PenstockError as error:
+        raise type(error)(error.message.replace(str(made), str(checkpoint)), **error.numbers) from None
 
 
 @contextmanager

@@ -4,7 +4,6 @@ they stay in, and the copy is written out of that memory later. So each byte is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,17 +37,12 @@ class Unpacked:
     _opened: ExitStack = field(repr=False)
 
     @classmethod
-    def open(
-        cls, src: Path, weights: Format | None, stamps: dict[str, Stamp], check: Callable[[Path], None] | None = None
-    ) -> Unpacked:
-        """Reads and checks what packing reads and checks before it reads weights. `check`: as for `pack`. Raises as
-        `pack`. Must be closed."""
+    def open(cls, src: Path, weights: Format | None, stamps: dict[str, Stamp]) -> Unpacked:
+        """Reads and checks what packing reads and checks before it reads weights. Raises as `pack`. Must be closed."""
         with ExitStack() as stack:
             reading = stack.enter_context(ExitStack())
             job = reading.enter_context(opened(src, weights))
             folder = stack.enter_context(job.text_folder(apart=True))
-            if check is not None:
-                check(folder)
             checkpoint = job.checkpoint
             if checkpoint.gguf is not None:  # tokens and merges of a large vocabulary would stay for long
                 checkpoint.gguf = replace(checkpoint.gguf, metadata={})

@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import BrokenModel
 from penstock.serve.llm import LLM
 from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer
-from tests.cpu.commands import MACHINE, Call, apart, dump_machine, here, refused
+from tests.cpu.commands import MACHINE, Call, apart, dump_machine, here, machine_cache, refused
 
 CONFIG = {**LLAMA, "vocab_size": 300}
 
@@ -116,6 +116,10 @@ def test_a_template_that_refuses_the_trial_is_packed(call: Call, source: Path) -
     template("{{ raise_exception('a system message, please') }}")(source)
     cache = source.parent / "cache"
     refused(call("run", source, "hi", "--cache", cache), "a system message, please", "BadRequest")
+    assert not list(cache.glob("models/*"))  # a prompt that is refused packs nothing
+    assert call("pack", source, source.parent / "packed").code == 0
+    machine_cache(cache)
+    assert call("run", source, "hi", "--raw", "--max-tokens", "1", "--cache", cache).code == 0
     assert len(list(cache.glob("models/*/penstock.json"))) == 1
 
 
