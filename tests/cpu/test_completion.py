@@ -42,12 +42,60 @@ def test_bash_completes_commands_and_flags() -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells(shell: str) -> None:
+def test_other_shells_read_it(shell: str) -> None:
     text = made(shell)
     assert "host-memory" in text and "train-predictors" in text
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here to read it")
     assert subprocess.run([shell, "-n", "-c", text], timeout=20).returncode == 0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user who has a command `penstock`."""
+    command = tmp_path / "bin" / "penstock"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    return {"HOME": str(tmp_path), "PATH": f"{command.parent}:{os.environ['PATH']}", "TERM": "dumb"}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_completes_commands_flags_and_files(home: dict[str, str]) -> None:
+    file = Path(home["HOME"]) / ".config/fish/completions/penstock.fish"
+    file.parent.mkdir(parents=True)
+    file.write_text(made("fish"))
+
+    def offered(line: str) -> list[str]:
+        asked = ["fish", "-c", f"complete -C '{line}'"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, env=home, cwd=home["HOME"])
+        return [each.split("\t")[0] for each in done.stdout.splitlines()]
+
+    assert offered("penstock pr") == ["probe", "profile", "prune"]
+    assert offered("penstock run --host") == ["--host-memory"]
+    assert offered("penstock run bi") == ["bin/"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_completes_commands_flags_and_files(home: dict[str, str]) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    folder = Path(home["HOME"]) / ".local/share/zsh/site-functions"
+    folder.mkdir(parents=True)
+    (folder / "_penstock").write_text(made("zsh"))
+    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf8", timeout=20, env=home, cwd=home["HOME"])
+    shell.sendline(f"fpath+=({folder}); autoload -Uz compinit; compinit -u; PS1=; echo rea''dy")
+    shell.expect("ready")
+    for typed, shown in (
+        ("penstock pr", "probe +profile +prune"),
+        ("penstock run --host", "-memory"),
+        ("penstock run bi", "n/"),
+    ):
+        shell.send(typed)
+        shell.expect_exact(typed)
+        shell.send("\t")
+        shell.expect(shown)
+        shell.sendcontrol("u")
+    shell.close(force=True)
 
 
 def test_installed_where_the_shell_looks(
