@@ -37,13 +37,13 @@ def parts(formats: Sequence[str], kv_formats: Sequence[str]) -> tuple[ProbePart,
     """In the order in which they are measured."""
     return (
         ProbePart(READS, 4.0),
-        *(ProbePart(products(kind), 5.5) for kind in formats),
-        *(ProbePart(attention(kv), 2.0) for kv in kv_formats),
-        ProbePart(TASKS, 2.0),
-        ProbePart(SMALL, 1.5),
-        ProbePart(SHARED, 7.0),
-        ProbePart(LOADS, 1.0),
-        ProbePart(RAM, 0.5),
+        *(ProbePart(products(kind), 8.0) for kind in formats),
+        *(ProbePart(attention(kv), 1.2) for kv in kv_formats),
+        ProbePart(TASKS, 0.7),
+        ProbePart(SMALL, 0.5),
+        ProbePart(SHARED, 5.0),
+        ProbePart(LOADS, 0.5),
+        ProbePart(RAM, 0.3),
     )
 
 
