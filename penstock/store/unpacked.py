@@ -83,8 +83,11 @@ class Unpacked:
         self.job.checkpoint.close()
 
     def end_reading(self) -> None:
-        """Ends the threads and closes the checkpoint. The folder of small files stays."""
+        """Ends the threads and closes the checkpoint, and lets go of what was read of it. The folder of small files
+        stays."""
         self._reading.close()
+        for known in (self.job.extras, self.job.sources, self.job.checkpoint.tensors):
+            known.clear()  # some 10 MB, beside a packed model that has to stay within its own plan
 
     def close(self) -> None:
         """Ends the threads, closes the checkpoint and removes the folder of small files."""
