@@ -31,6 +31,7 @@ class HeadAttention {
           head_(head),
           start_(start),
           rows_(rows),
+          oldest_(a_.window > 0 ? std::max(0, start - a_.window + 1) : 0),
           width_(attend_width(cache_.head_dim, cache_.kind)),
           group_(a_.heads / a_.kv_heads),
           queries_(group_ * rows),
@@ -47,7 +48,7 @@ class HeadAttention {
     void operator()(const float* q, float* out) {
         const int e = a_.head_dim, end = start_ + rows_;
         const std::ptrdiff_t stride = std::ptrdiff_t(a_.heads) * e, first = std::ptrdiff_t(head_) * group_ * e;
-        const int begin = a_.window > 0 ? std::max(0, start_ - a_.window + 1) / kBlockTokens * kBlockTokens : 0;
+        const int begin = oldest_ / kBlockTokens * kBlockTokens;
         const Run run = run_at(begin, end, 0, kPartTokens);
         const std::size_t run_bytes = std::size_t(run.count) * row_bytes_;
         prefetch_run(rows_at(cache_.keys, run), run_bytes);  // arrives while the queries are laid out
@@ -60,7 +61,7 @@ class HeadAttention {
             std::fill_n(sums_ + i * width_, width_, 0.0F);
             run_[i] = sinks_ != nullptr ? Running{sinks_[head_ * group_ + i % group_], 1.0F} : Running{-INFINITY, 0.0F};
         }
-        by_kind([&]<Kind kind>() {
+        by_kind(cache_.kind, [&]<Kind kind>() {
             for (int block = begin; block < end; block += kBlockTokens) {
                 const int block_end = std::min(block + kBlockTokens, end);
                 if constexpr (quantised(kind)) {
@@ -92,22 +93,6 @@ class HeadAttention {
         cache_.kind == Kind::kInt8 ? rounded_.round<Kind::kInt8>(i, wide_) : rounded_.round<Kind::kInt4>(i, wide_);
     }
 
-    template <class Work>
-    void by_kind(const Work& work) const {
-        switch (cache_.kind) {
-            case Kind::kFloat16:
-                return work.template operator()<Kind::kFloat16>();
-            case Kind::kBfloat16:
-                return work.template operator()<Kind::kBfloat16>();
-            case Kind::kInt8:
-                return work.template operator()<Kind::kInt8>();
-            case Kind::kInt4:
-                return work.template operator()<Kind::kInt4>();
-            default:
-                return work.template operator()<Kind::kFloat32>();
-        }
-    }
-
     // Positions of a block that lie in a row in a page: `count` of them from the block's position `at` on. In both
     // pools they begin at a slot of the block of the page and head, at byte `block`.
     struct Run {
@@ -131,9 +116,7 @@ class HeadAttention {
     // widened first, a part that stays in the L1 cache. Queries that see nothing of a run are left out of it.
     template <Kind kind>
     void walk(int start, int end) {
-        // Parts that no row's window reaches back to are left out.
-        const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
-        const int lo = std::max(0, oldest - start) / kPartTokens * kPartTokens;
+        const int lo = std::max(0, oldest_ - start) / kPartTokens * kPartTokens;  // parts before it are not seen
         const bool fused = queries_ <= kMostFused && (quantised(kind) || a_.head_dim == width_);
         const int most = fused ? kBlockTokens : kPartTokens;
         Run runs[kBlockTokens / kPartTokens + 1];  // of the block, and the first of the next block
@@ -146,7 +129,6 @@ class HeadAttention {
             if (step < 2 * n_runs && !chooses()) return next<kind>(cache_.values, runs[step - n_runs]);
             return after < last ? next<kind>(cache_.keys, runs[n_runs]) : nullptr;
         };
-        const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
         const auto each_run = [&](const std::uint8_t* pool, int step, const auto& work) {
             for (int r = 0; r < n_runs; ++r) {
                 const Run& run = runs[r];
@@ -172,7 +154,7 @@ class HeadAttention {
             }
         };
         each_run(cache_.keys, 0, [&]<Kind as, bool few>(Cached& keys, const Run& run) {
-            each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
+            each_query<few ? kMostFused : kManyQueries>(first_query(start + run.at), [&]<int n>(int i) {
                 score<as, n>(query_ + i * width_, width_, keys, run.count, a_.scale,
                              block_ + std::ptrdiff_t(i) * kBlockTokens + run.at);
                 keys.ahead = nullptr;
@@ -182,12 +164,12 @@ class HeadAttention {
             for (int i = 0; i < queries_; ++i) hide(i, start, end, lo);
             return;
         }
-        for (int i = first_query(lo); i < queries_; ++i) {
+        for (int i = first_query(start + lo); i < queries_; ++i) {
             hide(i, start, end, lo);
             weigh(i);
         }
         each_run(cache_.values, n_runs, [&]<Kind as, bool few>(Cached& values, const Run& run) {
-            each_query<few ? kMostFused : kManyQueries>(first_query(run.at), [&]<int n>(int i) {
+            each_query<few ? kMostFused : kManyQueries>(first_query(start + run.at), [&]<int n>(int i) {
                 blend_all<as, n>(block_ + std::ptrdiff_t(i) * kBlockTokens + run.at, values, run.count, width_,
                                  sums_ + i * width_);
                 values.ahead = nullptr;
@@ -198,9 +180,8 @@ class HeadAttention {
     // As `walk`, with rounded factors.
     template <Kind kind>
     void walk_codes(int start, int end) {
-        const int oldest = a_.window > 0 ? start_ - a_.window + 1 : 0;
-        const int lo = std::max(0, oldest - start) / kSpan * kSpan;  // no row's window reaches back to spans before
-        Run runs[2 * kBlockTokens / kSpan];                          // of the block, and of the next block
+        const int lo = std::max(0, oldest_ - start) / kSpan * kSpan;  // spans before it are not seen
+        Run runs[2 * kBlockTokens / kSpan];                           // of the block, and of the next block
         int n_runs = 0, n_all = 0;
         for (int at = lo; at < end - start; at += runs[n_runs++].count)
             runs[n_runs] = run_at(start, end, at, kBlockTokens);
@@ -230,10 +211,9 @@ class HeadAttention {
                     run.count,
                     ahead};
         };
-        const auto first_query = [&](int at) { return std::max(0, start + at - start_) * group_; };
         for (int r = 0; r < n_runs; ++r) {
             Codes keys = codes_of(cache_.keys, runs[r], ahead_of(r, runs[r]));
-            each_query<kCodeQueries>(first_query(runs[r].at), [&]<int n>(int i) {
+            each_query<kCodeQueries>(first_query(start + runs[r].at), [&]<int n>(int i) {
                 const std::int32_t* const words = spread_.template words<kind, n>(rounded_, i, wide_);
                 float* const scores = block_ + std::ptrdiff_t(i) * kBlockTokens + runs[r].at;
                 if (kWideLines > 1 && packed_rows<kind>(width_) > 1) {
@@ -244,20 +224,20 @@ class HeadAttention {
                 keys.ahead = nullptr;
             });
         }
-        for (int i = chooses() ? 0 : first_query(lo); i < queries_; ++i) {
+        for (int i = chooses() ? 0 : first_query(start + lo); i < queries_; ++i) {
             hide(i, start, end, lo);
             if (!chooses()) weigh(i);
         }
         for (int r = 0; r < n_runs && !chooses(); ++r) {
             const Codes values = codes_of(cache_.values, runs[r], ahead_of(n_runs + r, runs[r]));
-            for (int at = 0; at < values.count; at += kSpan) blend_span<kind>(values, at, runs[r].at + at, first_query);
+            for (int at = 0; at < values.count; at += kSpan) blend_span<kind>(values, at, start, runs[r].at + at);
         }
     }
 
     // Adds what a span of values makes to the sums of all queries that see it. `at`: in the run; `in_block`: in the
-    // block.
-    template <Kind kind, class First>
-    void blend_span(Codes values, int at, int in_block, const First& first_query) {
+    // block of positions from `start` on.
+    template <Kind kind>
+    void blend_span(Codes values, int at, int start, int in_block) {
         const int groups = cache_.groups();
         float* const scales = wide_;
         float* const middles = scales + std::ptrdiff_t(groups) * kSpan;
@@ -265,7 +245,7 @@ class HeadAttention {
         float* const steps = reinterpret_cast<float*>(words + std::ptrdiff_t(kCodeQueries) * groups * (kSpan / 2));
         const RoundedWeights rounded{words, steps, steps + kCodeQueries * groups, groups};
         span_factors<kind>(values, at, std::min(kSpan, values.count - at), groups, scales, middles);
-        each_query<kCodeQueries>(first_query(in_block), [&]<int n>(int i) {
+        each_query<kCodeQueries>(first_query(start + in_block), [&]<int n>(int i) {
             const float* const weights = block_ + std::ptrdiff_t(i) * kBlockTokens + in_block;
             round_weights<kind, n>(weights, scales, middles, rounded);
             blend_codes<kind, n>(values, at, rounded, cache_.group, width_, sums_ + std::ptrdiff_t(i) * width_);
@@ -283,6 +263,9 @@ class HeadAttention {
         }
         return rows_at(pool, run);
     }
+
+    // The first query that sees this position.
+    int first_query(int position) const { return std::max(0, position - start_) * group_; }
 
     // Calls work<n>(i) for n queries from i on, at most `most`, until all queries from `first` on are done.
     template <int most, class Work>
@@ -397,7 +380,9 @@ class HeadAttention {
     bool exact_;
     const KvCache& cache_;
     const std::int32_t* pages_;
-    int head_, start_, rows_, width_, group_, queries_;
+    int head_, start_, rows_;
+    int oldest_;  // the first position that the window of any row reaches back to
+    int width_, group_, queries_;
     std::size_t row_bytes_;
     float *query_, *sums_, *wide_, *factors_, *scores_, *block_;  // block_: the scores of a block
     Running* run_;

@@ -1,5 +1,6 @@
-// Experts of one layer that a router asks for, in a pass that runs without Python: the router's answer is taken, reads
-// of what the cache misses begin, and experts are computed as they are there. graph/demand.py emits the same as tasks.
+// The experts of one layer that its router asks for, in a pass that runs without Python. `Demand` takes the router's
+// answer, begins to read experts that the cache misses, and computes experts as they come. graph/demand.py emits the
+// same as tasks.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,8 @@ struct LoadFailed : std::runtime_error {
     std::optional<std::int64_t> damaged;
 };
 
-// What was done when, in seconds of the steady clock, and for how many experts, or for which.
+// A call or a load of a pass, for timelines. Seconds are those of the steady clock. `experts`: how many experts a call
+// computed, or which expert was loaded.
 struct Stamp {
     double start_s, end_s;
     int experts;
@@ -50,26 +52,27 @@ class Demand {
     using Wait = std::function<void(Reads&, const Load&)>;  // returns when the load is done
     using Compute = std::function<void(const ExpertsOp&)>;
 
-    // `op`: all operands of the layer's call for experts, but for which experts, and where they lie. `slots`: of the
-    // cache, in RAM. `sums`: null where nothing is compared. `poisoned`: slots are filled with NaN before each load.
-    // `ahead`: what who waits for these experts may read meanwhile.
+    // `op`: all operands of the layer's call for experts, except which experts they are and where these lie. `slots`:
+    // the addresses of the cache's slots in RAM. `sums`: the model's checksums, null if loads are not compared.
+    // `ahead`: what may be read while somebody waits for these experts. `poisoned`: slots are filled with NaN before
+    // each load.
     Demand(int layer, std::shared_ptr<ExpertCache> cache, ExpertsOp op, std::vector<std::byte*> slots,
            std::vector<ExpertHome> homes, std::shared_ptr<Sums> sums, ReadAhead ahead, bool poisoned);
 
     // Takes the router's answer, and begins to read the experts that are missing.
     void ask();
-    // Begins to read experts that the layer's router is likely to ask for: of each row of its answer `routes` to
-    // another input at most `guesses` that are missing, by their weights.
+    // Begins to read experts that the layer's router is likely to ask for. `routes`: its answer to the input of the
+    // layer before. Of each row at most `guesses` missing experts are read, those with the largest weights.
     void guess(const Routes& routes, int guesses);
-    // Computes the experts that were asked for: those at hand, then the others as they come.
+    // Computes the experts that were asked for: first those in the cache, then the others as their loads end.
     void compute(const Compute& compute, const Wait& wait);
-    // Waits for all reads, also those that nobody asked for after all. Throws LoadFailed.
+    // Waits for all reads, also for those that only a guess began. Throws LoadFailed.
     void finish(const Wait& wait);
     // The same after an error. Throws nothing.
     void abandon() noexcept;
 
-    // Answers for the next pass in place of the router's, [T, A], of a guess at most A of each row; empty: none.
-    // Throws std::invalid_argument where an expert is not the layer's.
+    // Answers that the next pass takes in place of the router's: `experts` [T, A]. Of a guess each row has at most A.
+    // Empty: the router's own answer counts. Throws std::invalid_argument if the layer has no such expert.
     void give(std::vector<int> experts);
     void give_guess(std::vector<std::vector<int>> experts);
 

@@ -8,8 +8,8 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 // Hidden values of one granule: act(gate h) * up h, laid out for `down` as granule `nth` of `to`. `next`: the bytes
-// that are read after the granule. Where zeros are skipped there are few rows. Then it returns false, and lays out
-// nothing, if all values are 0.
+// that are read after the granule. Returns whether they were laid out. If zeros are skipped, which is done for few rows
+// alone, and all values are 0, nothing is laid out.
 bool hidden_of(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h,
                const Rows& to, int nth, const Zeros& zeros = {}) {
     alignas(64) float values[kHiddenRows * kWidestRows], gates[kHiddenRows * kWidestRows];
@@ -99,13 +99,13 @@ bool ffn_few(Pool& pool, const FfnOp& op, std::size_t cost) {
 
 // ---- many rows: threads share the hidden values of some granules, then the columns of their sum ---------------------
 
-constexpr int kSomeRows = 32;  // the most rows of records that go some at a time
+constexpr int kSomeRows = 32;  // the most rows for which `neurons_some` takes records a few rows at a time
 
 constexpr int kKeptRows = 2 * kHiddenRows;  // rows whose sums of two tiles a thread keeps over all fours: 12 KB
 
 // Adds up granules [fours.begin, fours.end), whose hidden values are `hidden`, for this thread's tiles. A tile's sums
-// stay in registers over a four. Over all fours they are kept side by side: rows of `partial` lie many KB apart, in few
-// sets of the caches, so that to read and write them after each four took a tenth of an FFN's time.
+// stay in registers over a four. Over all fours they are kept side by side in `kept`. Rejected: to add each four to
+// `partial`. Its rows lie many KB apart, in few sets of the caches, and it took a tenth of an FFN's time.
 void sum_columns(const Team& team, Pieces& pieces, int phase, const Granules& weights, const Matrix& down,
                  const Rows& hidden, const Fours& fours, std::ptrdiff_t row0) {
     const FfnSum& sum = fours.sum;
@@ -165,12 +165,12 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     const Matrix& down = op.shape.down;
     const Granules& weights = op.weights;
     Zeros zeros = zeros_of(op);
-    zeros.skips = false;  // of many rows some fire a granule
+    zeros.skips = false;  // with many rows, some row fires each granule
     Scratch scratch = op.scratch;
     Input input;
     if (!input.plan(op.shape.first(), op.h, op.shape.width(), 1, op.t, op.exact, scratch)) return false;
     // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
-    constexpr int kMostHidden = 4096 * kHiddenRows;  // of fewer rows more neurons: threads meet less often
+    constexpr int kMostHidden = 4096 * kHiddenRows;  // with fewer rows more neurons, so that threads meet less often
     const int neurons = kMostHidden / std::min(input.chunk(), kHiddenRows);
     int block = std::min(weights.count, std::max(1, neurons / op.shape.up.rows));
     Prepared prepared;
@@ -205,8 +205,8 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     return true;
 }
 
-// Records of a decode batch go some rows at a time, in the order in which active ones lie: these are fetched while
-// others are multiplied, and the next rows find them in the caches.
+// The records of a decode batch are computed a few rows at a time, by `neurons_few`. It fetches the next active records
+// while it multiplies others, and the next few rows find most of them in the caches.
 bool neurons_some(Pool& pool, const FfnOp& op, std::size_t cost) {
     if (!op.shape.by_records() || op.active == nullptr || op.t > kSomeRows) return neurons_many(pool, op, cost);
     for (int row = 0; row < op.t; row += kFewRows) {

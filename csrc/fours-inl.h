@@ -4,16 +4,16 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Granules [lo, hi) of a call that belong to one four of the layer: kSumNeurons neurons, of which a granule mostly has
-// a quarter. `continues`: granules before these began the sum of the four. `keeps`: granules after these complete it.
+// Granules [lo, hi) of a call that belong to one four of the layer. A four is kSumNeurons neurons, mostly four
+// granules. `continues`: granules before these began the sum of the four. `keeps`: granules after these complete it.
 struct Four {
     int lo, hi;
     bool continues, keeps;
 };
 
-// The fours that granules [begin, end) touch, of a call with `all` granules. Fours are counted from the layer's first
-// granule, so the first and the last of these fours may reach beyond [begin, end): into other granules of the same
-// call, or at the call's own ends into neighbouring units. `FfnSum` says whether they do the latter.
+// The fours that granules [begin, end) of a call with `all` granules belong to. Fours are counted from the layer's
+// first granule. So the first four and the last one may reach beyond [begin, end): into other granules of the same
+// call, or at the call's own ends into neighbouring units. `FfnSum` says whether they reach into neighbouring units.
 struct Fours {
     const FfnSum& sum;
     int begin, end, all, per_four, first, count;
@@ -25,8 +25,8 @@ struct Fours {
           per_four(sum_granules(shape.up.rows)),
           first((s.granule + from) / per_four),
           count((s.granule + to - 1) / per_four - first + 1) {}
-    // Whether four i is the call's first, and so the first addend of `partial`. Where granules come in blocks, a block
-    // may end within it.
+    // Whether four i is the call's first, and so the first addend of `partial`. A call may take its granules in blocks,
+    // and a block may end within a four.
     bool starts(int i) const { return sum.starts_sum && first + i == sum.granule / per_four; }
     Four at(int i) const {
         const int lo = (first + i) * per_four - sum.granule, hi = lo + per_four;
@@ -36,10 +36,10 @@ struct Fours {
     }
 };
 
-// What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`: where
-// it notes which neurons fired, from its first row and its first neuron on (null: nowhere), rows `stride` bytes apart.
-// `active`: which neurons are active, likewise (null: all). `level`: what is below it counts as 0. `per_granule`:
-// neurons of a granule.
+// What a call does about neurons that do not fire. `skips`: it leaves out what would be multiplied by 0. `fired`
+// [rows, neurons]: where it notes which neurons fired (null: nowhere). Rows lie `stride` bytes apart. `active`: which
+// neurons are active, in the same shape (null: all are). `level`: activations below it count as 0. `per_granule`: how
+// many neurons a granule has.
 struct Zeros {
     bool skips = false;
     std::uint8_t* fired = nullptr;
@@ -57,7 +57,7 @@ struct Zeros {
                 active_stride, level,
                 per_granule};
     }
-    // Notes `count` neurons of a granule in one row. `values`: what their activation gave.
+    // Notes which of a granule's `count` neurons fired in one row. `values` [count]: their activations.
     void note(int row, const float* values, int count) const {
         for (int i = 0; fired != nullptr && i < count; ++i) fired[row * stride + i] = values[i] != 0.0F;
     }
@@ -79,11 +79,11 @@ struct Zeros {
             for (int i = 0; i < count; ++i) to[i] |= active[row * active_stride + i];
         }
     }
-    // What counts of an activation. NaN is not below the level, so that damage stays visible.
+    // The activation of a neuron, or 0 if it does not count. NaN is not below the level, so that damage stays visible.
     float counts(int row, int neuron, float value) const {
         return !is_active(row, neuron) || std::fabs(value) < level ? 0.0F : value;
     }
-    // Sets what does not count of a granule's `count` neurons in one row to 0.
+    // Sets those of a granule's `count` activations in one row that do not count to 0.
     void keep_counting(int row, float* values, int count) const {
         if (active == nullptr && level <= 0) return;
         for (int i = 0; i < count; ++i) values[i] = counts(row, i, values[i]);
@@ -121,8 +121,8 @@ void granule_rows(const Matrix& m, std::size_t bias, const std::uint8_t* granule
 }
 
 // out [end - row0, spaced(up)] = act(gate h), or act(up h) where there is no gate, and 0 where a neuron is not active.
-// Returns whether any of it is not 0. `next`: the bytes that are read afterwards, which are fetched meanwhile. For what
-// is activated in tiles.
+// That matrix, gate or up, lies in tiles. Returns whether any result is not 0. `next`: the bytes that are read
+// afterwards, which are fetched meanwhile.
 bool fire(const FfnShape& shape, const std::uint8_t* granule, const std::uint8_t* next, const Rows& h, int row0,
           int end, const Zeros& zeros, float* out) {
     const int apart = spaced(shape.up);
@@ -160,7 +160,7 @@ void fold_fours(const Team& team, const Fours& fours, int begin, int count, cons
     const auto [lo, hi] = team.share((d + kTileRows - 1) / kTileRows);
     const bool keeps = fours.at(begin + count - 1).keeps;  // no other four reaches beyond the call's granules
     const std::ptrdiff_t apart = std::ptrdiff_t(t) * d;
-    // Tiles. Sums of fours lie in few sets of a cache, so lines next to each other are read together.
+    // In tiles. The sums of the fours lie in few sets of the caches, so a thread reads four tiles next to each other.
     constexpr int kSideBySide = 4;
     for (int row = 0; row < t; ++row) {
         const auto fold = [&]<int n>(int tile, const auto& load, const auto& store) {

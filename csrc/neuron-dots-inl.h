@@ -1,8 +1,9 @@
 // Products of neurons' rows with activations, and what is fetched meanwhile. Included after neuron-rows-inl.h.
 //
-// Rows lie apart, and the processor's own prefetcher finds none of them. A core keeps some 24 misses in flight. Where a
-// row of 36 lines was fetched at once it stood still at the 25th, and memory did after it. So rows that come later are
-// listed, and a few lines of them are fetched with each line that is multiplied.
+// Rows lie apart, and the processor's own prefetcher finds none of them. A core keeps some 24 misses in flight. When a
+// row of 36 lines was fetched at once, the core stood still at the 25th line, and then memory stood still while the
+// core multiplied. So rows that are wanted later are listed, and with each line that is multiplied a few lines are
+// fetched.
 #pragma once
 
 namespace penstock::PENSTOCK_ISA {
@@ -11,7 +12,7 @@ namespace {
 // Runs of bytes that are read later, in the order in which they are wanted.
 class Fetches {
   public:
-    // Where there is no room, nothing is fetched: it is read when it is wanted.
+    // If the list is full, the run is not fetched: it is read when it is wanted.
     void add(const std::uint8_t* from, std::size_t nbytes) {
         const auto at = reinterpret_cast<std::uintptr_t>(from);
         const int lines = static_cast<int>((at + nbytes + kLine - 1) / kLine - at / kLine);
@@ -24,7 +25,7 @@ class Fetches {
         add(row + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
         add(row, m.codes_bytes());
     }
-    // From now on each step fetches so much that all is fetched after so many steps.
+    // From now on each step fetches as many lines as it takes to have all fetched after `steps` steps.
     void pace(int steps) { per_step_ = (left_ + steps - 1) / steps; }
     [[gnu::always_inline]] void step() {
         for (int i = std::min(per_step_, left_); i > 0; --i) {
@@ -54,11 +55,11 @@ class Fetches {
 
 // ---- integer weights: rows are brought into the order of tiles, and multiplied as tiles are -------------------------
 //
-// A row of codes times one row of floats took four to five times as long as its share of a tile's product by integers,
-// and as long again for each row of activations.
+// Rejected: to multiply a row of codes as floats. That took four to five times as long as the row's share of a tile's
+// product by integers, and as long again for each further row of activations.
 
-// Rows of a granule that neurons lie in are brought into a tile so many columns at a time, so that it stays in the L1
-// cache beside the activations that it is multiplied with.
+// So many columns of the rows of neurons are brought into a tile at a time. The tile then stays in the L1 cache beside
+// the activations that it is multiplied with.
 constexpr int kTurnedColumns = 1024;
 static_assert(kTurnedColumns >= kMostGroup, "a group is turned at once");
 
@@ -66,14 +67,14 @@ static_assert(kTurnedColumns >= kMostGroup, "a group is turned at once");
 class Turned {
   public:
     explicit Turned(const Matrix& m) : m_(m), groups_(std::max(1, std::min(m.groups(), kTurnedColumns / m.group))) {
-        // As many groups at a time as all of them are a multiple of: activations are found by the tile's number.
+        // All tiles have the same number of groups, since activations are found by the tile's number.
         while (m.groups() % groups_ != 0) --groups_;
     }
     int tiles() const { return m_.groups() / groups_; }
     // The matrix that a tile is of.
     Matrix matrix() const { return {kTileRows, groups_ * m_.group, m_.kind, m_.group}; }
     const std::uint8_t* data() const { return tile_; }
-    // How often `set` fetches for a whole row.
+    // How many steps of fetching `set` makes for all tiles of the rows.
     int steps() const { return tiles() * groups_; }
 
     // Brings tile `nth` of the rows [16] here.
@@ -101,8 +102,8 @@ class Turned {
     }
 
   private:
-    // Of 32 columns, a row's first 16 are in low nibbles. A tile has them by fours, in low and in high nibbles in
-    // turns.
+    // A row has the first 16 of 32 columns in low nibbles, the others in high nibbles. A tile has columns 0 to 3 in low
+    // nibbles, 4 to 7 in high ones, and so on.
     static void as_tile(Line (&x)[4]) {
         constexpr std::int32_t kLow = 0x0f0f0f0f, kHigh = ~kLow;
         const Line low[2] = {l_or(low_nibbles(x[0]), l_left(x[1], 4, kHigh)),
@@ -111,7 +112,8 @@ class Turned {
                               l_or(l_right(x[2], 4, kLow), l_right(x[3], 0, kHigh))};
         x[0] = low[0], x[1] = low[1], x[2] = high[0], x[3] = high[1];
     }
-    // Of each group of tile `nth` the rows' float16 from byte `from` on, `apart` bytes from group to group.
+    // Sets a float16 of each row for each group of tile `nth`: the scales or the minimums, which begin at byte `from`
+    // of the rows. Those of one group go `apart` bytes behind those of the group before.
     void set_halves(const std::uint8_t* const* rows, std::size_t from, int nth, std::uint8_t* to, std::size_t apart) {
         constexpr int kAtOnce = 8;
         for (int g = 0; g < groups_; g += kAtOnce) {
@@ -155,10 +157,10 @@ void dot_turned(const Matrix& m, const std::uint8_t* const* rows, const Rows& x,
     }
 }
 
-// Whether rows are multiplied so: activations are rounded.
+// Whether rows are brought into tiles and multiplied as integers: their activations are rounded.
 inline bool by_turning(const Matrix& m, const Rows& x) { return m.quantised() && x.q != nullptr; }
 
-// As `dot_listed`, of at most kFewRows rows of activations.
+// As `dot_listed`, but by `dot_turned`. x has at most kFewRows rows.
 template <class RowOf, class To, class Done>
 void dot_listed_turned(const Matrix& m, int count, int known, const RowOf& row_of, const Rows& x, Fetches& fetches,
                        const To& to, const Done& done) {
@@ -176,13 +178,13 @@ void dot_listed_turned(const Matrix& m, int count, int known, const RowOf& row_o
     }
 }
 
-// The most rows of neurons that are multiplied at a time with n rows of activations, as many as registers have room for
-// the sums of. One row's sums are two chains of additions, each of which waits four cycles for the one before.
+// How many neurons' rows are multiplied at a time with n rows of activations: two if the registers hold the sums of
+// both. For one neuron's sums are two chains of additions, each of which waits four cycles for the one before.
 template <int n>
 constexpr int kRowsTogether = 4 * n * (16 / kLanes) <= kRegisters * 3 / 4 ? 2 : 1;
-constexpr int kRowsAhead = 2;  // rows after those that are multiplied, which are fetched meanwhile
+constexpr int kRowsAhead = 2;  // while rows are multiplied, so many rows after them are fetched
 
-// y [k][n] = x[i] [D] · k neurons' rows, for n rows of activations.
+// y[j][i] = row i of activations, x[i] [D] · row j of k neurons, for n rows of activations.
 template <Kind kind, int n, int k>
 void dot_row(const Matrix& m, const std::uint8_t* const* at, const float* const* x, Fetches& fetches, float (*y)[n]) {
     const auto readers = [&]<std::size_t... j>(std::index_sequence<j...>) {
@@ -249,9 +251,10 @@ void dot_rows(const Matrix& m, const std::uint8_t* const* at, const float* const
     }
 }
 
-// The rows of m of some neurons [count]: row_of(i) is where neuron i's begins. Calls to(i, row, x[row] · its row) for
-// `t` rows of activations, and done(i) after a neuron's. While a row is multiplied the next ones are fetched, of
-// `known` that row_of has. The first kRowsAhead have been added to `fetches` before.
+// Multiplies the rows of `count` neurons of m with `t` rows of activations. row_of(i): where neuron i's row begins, for
+// i below `known`, which may be more than `count`. Calls to(i, row, x[row] · neuron i's row) for each row of
+// activations, then done(i). While a row is multiplied the next rows are fetched, up to `known`. The caller has added
+// the first kRowsAhead rows to `fetches`.
 template <Kind kind, class RowOf, class To, class Done>
 void dot_listed(const Matrix& m, int count, int known, const RowOf& row_of, const float* const* x, int t,
                 Fetches& fetches, const To& to, const Done& done) {

@@ -1,6 +1,7 @@
-// Rows of FFNs that lie neuron by neuron: a neuron's numbers, their products with activations, and their sums. What
-// multiplies a neuron that does not fire is not read. Where `gate` (or `up` without one) lies so too, nothing is read
-// of neurons that are not active. Included after fours-inl.h.
+// Rows of FFNs that lie neuron by neuron: a neuron's numbers, their products with activations, and their sums. `down`,
+// and `up` beside a gate, lie neuron by neuron, and are not read for a neuron that does not fire. If the matrix that is
+// activated (`gate`, or `up` without a gate) lies so too, nothing is read of neurons that are not active. Included
+// after fours-inl.h.
 //
 // A neuron's row of D columns is added to the sum of its four as a whole, times the neuron's value. The neurons of a
 // four are added in the order in which they lie, so that neither the neurons left out nor the threads change a bit.
@@ -14,8 +15,9 @@ namespace {
 
 // The most neurons whose rows are added at a time, so that a sum is loaded and stored once for them.
 constexpr int kTogether = 8;
-// Bytes that are fetched ahead of the rows that are read side by side, in these rows first. Those of the next kTogether
-// rows instead (64 KB of float16) left the first cache before they were read, and took 1.3 times as long.
+// Bytes that are fetched ahead of the place in the rows that are read side by side: further on in the same rows, then
+// of the next rows. Rejected: to fetch the same place in the next kTogether rows, 64 KB ahead in float16. These bytes
+// left the first cache before they were read, and it took 1.3 times as long.
 constexpr std::size_t kFetchedBytes = 8192;
 constexpr int kFourNeurons = kSumNeurons;
 
@@ -27,7 +29,7 @@ inline const std::uint8_t* row_at(const Matrix& m, const std::uint8_t* granule, 
 inline float bias_of(const std::uint8_t* granule, std::size_t at, int neuron) {
     return at != 0 ? reinterpret_cast<const float*>(granule + at)[neuron] : 0.0F;
 }
-// Bytes of a granule's records, for `Pool::run`: as if all fired.
+// Bytes of a granule's records if all its neurons fire: the cost of a granule, for `Pool::run`.
 inline std::size_t neuron_bytes(const FfnShape& shape) {
     const std::size_t rows = (shape.gate.rows > 0 ? 2 : 1) + (shape.by_records() ? 1 : 0);
     return std::size_t(shape.up.rows) * row_bytes(shape.down) * rows;
@@ -71,27 +73,8 @@ struct NeuronRow {
     }
 };
 
-// Calls run.operator()<kind>() for the matrix's kind.
-template <class Run>
-void by_kind(const Matrix& m, const Run& run) {
-    switch (m.kind) {
-        case Kind::kFloat32:
-            return run.template operator()<Kind::kFloat32>();
-        case Kind::kFloat16:
-            return run.template operator()<Kind::kFloat16>();
-        case Kind::kBfloat16:
-            return run.template operator()<Kind::kBfloat16>();
-        case Kind::kInt8:
-            return run.template operator()<Kind::kInt8>();
-        case Kind::kInt4:
-            return run.template operator()<Kind::kInt4>();
-        default:  // formats in blocks do not lie neuron by neuron
-            return;
-    }
-}
-
 // Calls each(column) for every 32nd column of [lo, hi), and enter(g) before the first column of a group. Groups are
-// counted: with a division for each, a row of int4 in groups of 64 took two thirds longer.
+// counted. When each column was divided by the group's size, a row of int4 in groups of 64 took two thirds longer.
 template <Kind kind, class Enter, class Each>
 [[gnu::always_inline]] inline void walk(const Matrix& m, int lo, int hi, const Enter& enter, const Each& each) {
     if (lo >= hi) return;
@@ -103,7 +86,7 @@ template <Kind kind, class Enter, class Each>
     }
 }
 
-// sum [count] += Σ k neurons: value · its 32 numbers, of which `count` are wanted, at the end of a row.
+// sum [count] += Σ over k neurons: value · the first `count` of 32 numbers of its row. For the last columns of rows.
 template <int k>
 [[gnu::noinline]] void add_last(const F (&low)[k], const F (&high)[k], const float* const* values, int row, int count,
                                 float* sum) {

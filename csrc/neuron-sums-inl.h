@@ -1,16 +1,19 @@
 // Sums of the neurons of a granule whose rows lie in int4: `to` += Σ value · row, by integer products. Included after
 // neuron-dots-inl.h.
 //
-// A row has a scale and a minimum for each group of columns, so its number q stands for q · scale + minimum. What
-// multiplies q, value · scale, is rounded to int8 as activations of dense products are: of each group of columns and
-// each row of activations, the largest magnitude among the granule's neurons becomes 127. Sums over neurons are
-// integers then, which neither the neurons left out (they would add 0) nor the order of the others change. The sum of
-// value · minimum is float32, neuron by neuron. The codes of four neurons are brought together, so that a product adds
-// four (4.6 times as many weights a second as numbers looked up and added as floats).
+// A row has a scale and a minimum for each group of columns, so its code q stands for q · scale + minimum. Hence
+// Σ value · row = Σ (value · scale) · q + Σ value · minimum.
 //
-// Of few rows of activations, eight neurons are read side by side over their whole length, and integer sums lie in
-// memory meanwhile. All of a granule's neurons side by side, 64 bytes of each at a time, came in at a third of the
-// speed: 17 GB/s of 50 (Zen 4, two threads), and eight with the next eight fetched into the second cache at 25 to 31.
+// The factors value · scale are rounded to int8, as activations of dense products are. For each group of columns and
+// each row of activations, the largest magnitude among the granule's neurons becomes 127. So the first sum is one of
+// integers. It does not depend on the order of the neurons, nor on neurons that are left out, which would add 0. The
+// second sum is float32, neuron by neuron. The codes of four neurons are brought side by side, so that one instruction
+// multiplies and adds four. That takes 4.6 times as many weights a second as to add up floats.
+//
+// For few rows of activations, eight neurons are read side by side over their whole length, and their integer sums lie
+// in memory meanwhile. Where all neurons of a granule were read side by side, 64 bytes of each at a time, memory gave
+// 17 GB/s of 50 (Zen 4, two threads). With eight neurons, and the next eight fetched into the second cache, it gives 25
+// to 31.
 #pragma once
 
 #include <bit>
@@ -18,9 +21,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Of a row of activations, so many neurons of a granule at most are added as floats instead. An integer sum costs as
-// much for one neuron as for four, and its factors and its end half of that again. It goes by the neurons that are not
-// 0 in this row alone, so neither other rows nor neurons that are left out change a bit.
+// If at most so many neurons of a granule have a value that is not 0 in a row of activations, they are added as floats
+// instead. For an integer sum costs as much for one neuron as for four, and half of that again for its factors and its
+// end. Only this row's own values decide, so the result depends neither on other rows nor on neurons left out.
 constexpr int kFewNeurons = 6;
 constexpr int kPair = 2;                                 // rows of activations that codes are unpacked for at a time
 constexpr int kQuadColumns = kQuadLines * kLineColumns;  // columns of codes that are unpacked at a time
@@ -29,7 +32,7 @@ constexpr int kWindow = 4096;                            // columns whose factor
 constexpr int kWindowLines = kWindow / kLineColumns, kWindowSteps = kWindow / kQuadColumns;
 constexpr std::size_t kFetched = 128;  // bytes of a row that are fetched at a time
 
-// The neurons of a granule that some of up to kPair rows of activations want, in the order in which they lie.
+// The neurons of a granule that are wanted by one or two (kPair) rows of activations, in the order in which they lie.
 struct Some {
     int count = 0;
     const std::uint8_t* row[kGranuleRows + 3];  // beginnings of their rows
@@ -38,7 +41,7 @@ struct Some {
     void add(const std::uint8_t* at, float first, float second) {
         row[count] = at, value[0][count] = first, value[1][count++] = second;
     }
-    // Completes the last four by a neuron that counts for nothing.
+    // Completes the last four with neurons whose values are 0.
     void complete() {
         while (count % 4 != 0) add(row[count - 1], 0.0F, 0.0F);
     }
@@ -68,8 +71,8 @@ struct Factors {
             sum = f_fma(times, halves(from + to_minimums), sum);
         }
         f_store(minimum, sum);
-        // NaN and infinite values stay visible in the scale, so that damaged weights do not pass for zeros. Where all
-        // factors are 0 their product with 127 / 0 is NaN, of which `i_round` makes a number whose last byte is 0.
+        // NaN and infinite values stay visible in the scale, so that damaged weights do not pass for zeros. If all
+        // factors are 0, their product with 127 / 0 is NaN. `i_round` makes a number of it whose last byte is 0.
         float largest[kGroupLanes];
         static_assert(sizeof most == sizeof largest);
         std::memcpy(largest, &most, sizeof largest);
@@ -82,7 +85,7 @@ struct Factors {
     }
 };
 
-// Rows that are read after some others. While a byte of those is used, the same byte of these is fetched.
+// Rows that are read next. While byte b of the rows before them is used, byte b of these is fetched.
 struct Later {
     const std::uint8_t* row[kTogether];
     int count = 0;
@@ -125,8 +128,8 @@ struct Window {
         }
     }
 
-    // Adds the products of 4 · quads rows from row i on (quads == 0: of all rows) to the sums held of them (`begins`:
-    // there are none), and `ends`: the sums to `to`.
+    // Adds the products of 4 · quads neurons from neuron i on (quads == 0: of all neurons) to the sums held. `begins`:
+    // no sums are held yet. `ends`: the sums held are then added to `to`.
     template <int quads>
     void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
         const std::size_t codes_bytes = m.codes_bytes();
@@ -191,9 +194,9 @@ struct Window {
     }
 };
 
-// to[i] [at least hi - lo] += Σ some neurons, for the columns [lo, hi) of m and `rows` rows of activations. `lo`: a
-// multiple of kSumColumns. `by_eights`: neurons come from beyond the caches, so they are read eight at a time.
-// `fetches`: what is fetched meanwhile (null: nothing).
+// to[i] [at least hi - lo] += Σ value · row over some neurons, for columns [lo, hi) of m, and for each row of
+// activations i of `rows`. `lo`: a multiple of kSumColumns. `by_eights`: the neurons' rows come from RAM, so they are
+// read eight at a time. `fetches`: what is fetched meanwhile (null: nothing).
 template <int rows>
 void add_some(const Matrix& m, Some& some, int lo, int hi, float* const* to, bool by_eights,
               Fetches* fetches = nullptr) {

@@ -1,9 +1,9 @@
 // FFNs that lie neuron by neuron, of few rows: threads take fours as they come and compute the values of their neurons,
 // then share the columns of the sum. Included after neurons-listed-inl.h.
 //
-// A sum for each four, which threads then added up, was a MiB of an FFN of 16,384 neurons and a row. It went from one
-// core's cache to the other's and back, for 3 MB of records that are read.
-// One row whose activation is in tiles is the exception: `row_by_fours`.
+// Rejected: a sum for each four, which the threads then add up. In an FFN of 16,384 neurons these sums are 1 MiB for
+// each row. They crossed from one core's cache to the other's and back, while only 3 MB of records are read.
+// The exception is a single row whose activation is computed in tiles: see `row_by_fours`.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kFewColumns = 2048;  // columns that a thread adds neurons up for at a time, of few rows
 
-// Adds up the neurons of fours [begin, begin + count), for some columns. `lists`: of each of them. `one`: where the sum
-// of the only four goes, of one row; null where sums are added to the op's.
+// Adds up the neurons of fours [begin, begin + count), for some columns. `lists` [count]: the wanted neurons of each
+// four. `one`: for a single four of a single row, where its sum goes. Null: sums are added to the op's `partial`.
 class FewSums {
   public:
     FewSums(const FfnOp& op, const Fours& fours, int begin, const Wanted* lists, int count, float* one = nullptr)
@@ -37,7 +37,8 @@ class FewSums {
         for (int i = 0; i < count_; ++i) {
             const bool by_codes = down_.kind == Kind::kInt4 && !op_.exact && !(op_.skips && all_few(lists_[i]));
             if (!by_codes) come(lists_[i].count, false);
-            // Of several rows the sums of a whole run of columns lie 8 KB apart, in the same sets of the L1 cache.
+            // The sums of several rows would lie 8 KB apart, in the same sets of the L1 cache. So fewer columns at a
+            // time.
             const int step = by_codes || t_ == 1 ? hi - lo : kSumColumns;
             for (lo_ = lo; lo_ < hi; lo_ = hi_) {
                 hi_ = std::min(lo_ + step, hi);
@@ -47,7 +48,7 @@ class FewSums {
     }
 
   private:
-    // Adds a four up in `own` [t, columns at hand], and that to the op's sum.
+    // Adds up the neurons of a four in `own` [t, columns at hand], and then adds `own` to the op's sum.
     void add_four(int i, bool by_codes, float* own) {
         const FfnSum& sum = op_.sum;
         const int d = op_.shape.width(), columns = hi_ - lo_;
@@ -70,7 +71,7 @@ class FewSums {
         });
     }
 
-    // to [count] += from, or 0 + from where it `starts`.
+    // to [count] += from. `starts`: to [count] = 0 + from.
     static void add_to(float* to, const float* from, int count, bool starts) {
         int c = 0;
         for (; c + kTileRows <= count; c += kTileRows) {
@@ -81,8 +82,8 @@ class FewSums {
         store_some(to + c, f_add(starts ? f_zero() : load_some(to + c, left), load_some(from + c, left)), left);
     }
 
-    // Adds the next neurons of all lists to what is fetched: of their rows the columns at hand, factors first. Where
-    // these are not wanted, it goes past them.
+    // Has the rows of the next neurons of all lists fetched: their factors first, then the columns at hand. With
+    // `fetch` false it only counts these neurons as done.
     void come(int neurons, bool fetch = true) {
         for (; neurons > 0 && coming_four_ < count_; ++coming_) {
             const Wanted& wanted = lists_[coming_four_];
@@ -107,14 +108,14 @@ class FewSums {
         }
     }
 
-    // The end of the neurons of a list, from `from` on, that lie in the same granule.
+    // The index in a list behind the last neuron that lies in the same granule as neuron `from`.
     static int granule_end(const Wanted& wanted, int from) {
         int end = from;
         for (const int g = wanted.at[from] / kGranuleRows; end < wanted.count && wanted.at[end] / kGranuleRows == g;)
             ++end;
         return end;
     }
-    // Whether a row has few of the neurons [from, end), which are of one granule.
+    // Whether at most kFewNeurons of a list's neurons [from, end), all of one granule, have a value in this row.
     static bool has_few(const Wanted& wanted, int from, int end, int row) {
         int some = 0;
         for (int i = from; i < end; ++i) some += wanted.of(i)[row] != 0.0F;
@@ -131,8 +132,8 @@ class FewSums {
         return true;
     }
 
-    // own [t, columns] += the neurons of a four, granule by granule: by integer products, or where a row has few of
-    // them as floats.
+    // own [t, columns] += the neurons of a four, granule by granule: by integer products, or as floats in the rows that
+    // have few of the granule's neurons.
     void add_codes(const FourRows& rows, float* own) {
         const Wanted& wanted = rows.wanted;
         const std::ptrdiff_t columns = hi_ - lo_;
@@ -197,7 +198,7 @@ class FewSums {
     // own [t, columns] += the neurons of list `four`, as floats.
     void add_floats(int four, float* own) {
         const Wanted& wanted = lists_[four];
-        by_kind(down_, [&]<Kind kind>() {
+        by_kind(down_.kind, [&]<Kind kind>() {
             const std::uint8_t *rows[kTogether], *next[kTogether];
             const float* values[kTogether];
             for (int i = 0; i < wanted.count;) {
@@ -231,9 +232,10 @@ class FewSums {
     Fetches fetches_;
 };
 
-// One row, whose activation is computed in tiles: a thread computes a four's values and adds its neurons up, and then
-// threads fold the fours. So one thread streams tiles while another reads single rows. Where both streamed first and
-// added afterwards, an FFN of OPT-6.7B's shape took 1.06 to 1.16 of the time. Returns false where scratch is too small.
+// For a single row whose activation is computed in tiles. A thread computes the values of a four and adds its neurons
+// up. When all fours are done, the threads add up the fours' sums. So one thread streams tiles while another reads
+// single rows. Rejected: all threads stream tiles first and add neurons afterwards, which took 1.06 to 1.16 times as
+// long in an FFN of OPT-6.7B's shape. Returns false if scratch is too small.
 bool row_by_fours(Pool& pool, const FfnOp& op, const Fours& fours, Input& input, Scratch scratch, std::size_t cost) {
     const int d = op.shape.width(), busy = std::min(pool.threads(), fours.count);
     std::vector<Wanted> lists(std::size_t(busy), Wanted{});
@@ -292,7 +294,7 @@ bool neurons_few(Pool& pool, const FfnOp& op, std::size_t cost) {
         FewValues values(op, x);
         for (int begin = 0; begin < fours.count; begin += wave) {
             const int end = std::min(begin + wave, fours.count);
-            // Of the fours of the next wave none is taken before all have come here.
+            // No thread takes a four of the next wave before all threads have come here.
             const auto take_next = [&] { return std::min(end, next.fetch_add(1, std::memory_order_relaxed)); };
             const auto list_of = [&](int four) -> Wanted& { return lists[std::size_t(four - begin)]; };
             int mine = take_next();
@@ -312,7 +314,7 @@ bool neurons_few(Pool& pool, const FfnOp& op, std::size_t cost) {
     return true;
 }
 
-// What neurons' activation gives, for few rows: threads take granules as they come.
+// The op `fire`: the activations of all neurons, for few rows. Threads take granules as they come.
 bool fire_neurons(Pool& pool, const FireOp& op) {
     if (op.t > kFewRows || op.shape.up.rows > kGranuleRows) return false;
     Scratch scratch = op.scratch;

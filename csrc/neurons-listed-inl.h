@@ -1,5 +1,5 @@
-// Which neurons of a four are wanted, of FFNs that lie neuron by neuron, and their values, for few rows. Included after
-// neuron-sums-inl.h.
+// For FFNs that lie neuron by neuron, and few rows: which neurons of a four are wanted, and their values. Included
+// after neuron-sums-inl.h.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 // The neurons of a four that any row wants, in the order in which they lie.
 struct Wanted {
     int count = 0, t = 0;
-    std::int16_t* at = nullptr;  // granule of the four times kGranuleRows, plus neuron
+    std::int16_t* at = nullptr;  // [wanted neuron]: granule of the four times kGranuleRows, plus neuron
     float* values = nullptr;     // [wanted neuron][row]
 
     static bool take_from(Scratch& scratch, int t, Wanted& to) {
@@ -40,21 +40,21 @@ struct FourRows {
     }
 };
 
-// What a thread does about the fours whose values it computes. The four after one is known, so that its first bytes are
-// fetched before.
+// Computes the values of fours, for one thread. While it computes a four it knows the next one, and fetches its first
+// bytes.
 class FewValues {
   public:
     FewValues(const FfnOp& op, const Rows& x) : op_(op), shape_(op.shape), x_(x), t_(x.count), zeros_(zeros_of(op)) {
         for (int row = 0; row < t_; ++row) h_[row] = op.h + std::ptrdiff_t(row) * shape_.width();
     }
 
-    // Before the first four.
+    // Fetches the beginning of the first four.
     void begin(const Four& four, Wanted& wanted) {
         if (!shape_.by_records()) return prefetch_run(FourRows{op_, four, wanted}.granule(0));
         list_active(four, wanted);
         for (int i = 0; i < std::min(wanted.count, kRowsAhead); ++i) fetch_first({op_, four, wanted}, i);
     }
-    // Computes the values of a four. `next`: the one after it, or the same.
+    // Computes the values of a four. `next`: the four after it, or the same if it is the last.
     void compute(const Four& four, Wanted& wanted, const Four& next, Wanted& next_wanted) {
         const FourRows rows{op_, four, wanted}, then{op_, next, next_wanted};
         if (shape_.by_records()) {
@@ -69,8 +69,8 @@ class FewValues {
   private:
     void fetch_first(const FourRows& rows, int i) { fetches_.add_row(shape_.first(), rows.row(shape_.first(), i)); }
 
-    // Lists the neurons of a four that some row fires. Their activation is computed granule by granule, in tiles,
-    // unless it is there. `next`: what is read afterwards.
+    // Lists the neurons of a four that some row fires. Their activations are computed granule by granule, in tiles,
+    // unless the op `fire` has computed them. `next`: the bytes that are read afterwards.
     void list_fired(const FourRows& rows, Wanted& wanted, const std::uint8_t* next) {
         alignas(64) float computed[kFewRows * kGranuleRows];
         const Four& four = rows.four;
@@ -114,7 +114,7 @@ class FewValues {
             }
             alignas(64) std::uint8_t active[kGranuleRows] = {};
             here.join_active(t_, neurons, active);
-            for (int from = 0; from < neurons; from += 8) {  // of most eight none is active
+            for (int from = 0; from < neurons; from += 8) {  // most runs of eight neurons have no active one
                 std::uint64_t any;
                 std::memcpy(&any, active + from, sizeof any);
                 for (int i = from; any != 0 && i < std::min(from + 8, neurons); ++i) {
@@ -124,8 +124,8 @@ class FewValues {
         }
     }
 
-    // Computes the activations of the neurons that are listed, and leaves those in the list that fire. Of the list of
-    // the four after it the first rows are fetched.
+    // Computes the activations of the listed neurons, and takes those that do not fire off the list. Fetches the first
+    // rows of the next four's list, `then`.
     void fire_records(const FourRows& rows, Wanted& wanted, const FourRows& then) {
         const Matrix& first = shape_.first();
         const int ahead = by_turning(first, x_) ? kTileRows : kRowsAhead;
@@ -160,7 +160,7 @@ class FewValues {
     }
     bool is_relu() const { return shape_.activation == Activation::kRelu || shape_.activation == Activation::kRelu2; }
 
-    // Multiplies what the neurons' activation gave with `up`, where that is a gate's.
+    // If there is a gate, whose activations the values are so far, multiplies them with the products of `up`.
     void multiply(const FourRows& rows, Wanted& wanted) {
         if (shape_.gate.rows == 0) return;
         const Matrix& up = shape_.up;
@@ -168,11 +168,11 @@ class FewValues {
             up, wanted.count, wanted.count, [&](int i) { return rows.row(up, i); },
             [&](int i, int row, float y) { wanted.of(i)[row] *= y + rows.bias(shape_.up_bias, i); }, [](int) {});
     }
-    // As `dot_listed`, of all rows of activations.
+    // As `dot_listed` for all rows of activations, or as `dot_listed_turned` where these are rounded.
     template <class RowOf, class To, class Done>
     void dot_wanted(const Matrix& m, int count, int known, const RowOf& row_of, const To& to, const Done& done) {
         if (by_turning(m, x_)) return dot_listed_turned(m, count, known, row_of, x_, fetches_, to, done);
-        by_kind(m, [&]<Kind kind>() { dot_listed<kind>(m, count, known, row_of, h_, t_, fetches_, to, done); });
+        by_kind(m.kind, [&]<Kind kind>() { dot_listed<kind>(m, count, known, row_of, h_, t_, fetches_, to, done); });
     }
 
     const FfnOp& op_;

@@ -7,9 +7,9 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// The values of a granule's neurons: of each neuron `count` rows that want it, and its value in each.
+// The values of a granule's neurons. A neuron has a list of the rows that want it, and its value in each of them.
 struct Values {
-    float* value;               // [neuron][rows]
+    float* value;               // [neuron][rows], of which the first count[neuron] are used
     std::int32_t *row, *count;  // [neuron][rows], [neuron]
     int rows;
 
@@ -21,8 +21,8 @@ struct Values {
     }
 };
 
-// Calls to(i, sums [end - from, kTileRows], where neuron i's are) for the neurons of a granule that are `wanted`: rows
-// [from, end) of x times their rows.
+// Multiplies rows [from, end) of x with the rows of the neurons that are `wanted`, 16 neurons at a time. Then calls
+// to(i, sums [end - from, kTileRows], column) for each neuron i, whose sums are in that column.
 template <class Is, class To>
 void dot_granule(const Matrix& m, const std::uint8_t* granule, const Rows& x, int from, int end, const Is& wanted,
                  const To& to) {
@@ -43,8 +43,8 @@ void dot_granule(const Matrix& m, const std::uint8_t* granule, const Rows& x, in
     if (count > 0) multiply();
 }
 
-// out [end - from, kGranuleRows] = a granule's `first` · rows [from, end) of x, or of h, which lie D apart, plus its
-// bias; 0 where a neuron is not active.
+// out [end - from, kGranuleRows] = rows [from, end) of the input · a granule's `first`, plus its bias; 0 where a neuron
+// is not active. The input is x, rounded to integers, or h, the same rows as floats, which lie D apart.
 void multiply_active(const FfnShape& shape, const std::uint8_t* granule, const Rows& x, const float* h, int from,
                      int end, const Zeros& zeros, float* out) {
     const Matrix& first = shape.first();
@@ -62,7 +62,7 @@ void multiply_active(const FfnShape& shape, const std::uint8_t* granule, const R
             });
     }
     Fetches fetches;
-    by_kind(first, [&]<Kind kind>() {
+    by_kind(first.kind, [&]<Kind kind>() {
         for (int i = 0; i < first.rows; ++i) {
             const float* rows[kHiddenRows];
             int at[kHiddenRows], count = 0;
@@ -89,7 +89,7 @@ void fire_rows(const FfnShape& shape, const std::uint8_t* granule, const Rows& x
     }
 }
 
-// Multiplies the values of a granule's neurons with its `up` · those rows of x that want each.
+// Multiplies each value of a granule's neurons with the neuron's row of `up` · the row of x that wants it.
 void multiply_values(const FfnOp& op, const std::uint8_t* granule, const Rows& x, int row0, const Values& to) {
     const FfnShape& shape = op.shape;
     const Matrix& up = shape.up;
@@ -112,7 +112,7 @@ void multiply_values(const FfnOp& op, const std::uint8_t* granule, const Rows& x
         return;
     }
     Fetches fetches;
-    by_kind(up, [&]<Kind kind>() {
+    by_kind(up.kind, [&]<Kind kind>() {
         for (int i = 0; i < up.rows; ++i) {
             for (int from = 0; from < to.count[i]; from += kFewRows) {
                 const int n = std::min(kFewRows, to.count[i] - from);
@@ -154,9 +154,9 @@ void value_neurons(const FfnOp& op, int g, const Rows& x, int row0, const Values
     if (shape.gate.rows > 0) multiply_values(op, granule, x, row0, to);
 }
 
-constexpr int kHeldColumns = 128;  // of a neuron's row, as floats in registers
+constexpr int kHeldColumns = 128;  // columns of a neuron's row that are held in registers, as floats
 
-// Of each row, whether it has few neurons of a granule (kFewNeurons).
+// For each row, whether at most kFewNeurons of a granule's neurons have a value in it.
 void find_few(const FfnShape& shape, const Values& from, std::vector<int>& some) {
     std::fill(some.begin(), some.end(), 0);
     for (int i = 0; i < shape.up.rows; ++i) {
@@ -166,8 +166,8 @@ void find_few(const FfnShape& shape, const Values& from, std::vector<int>& some)
     for (int& each : some) each = each <= kFewNeurons;
 }
 
-// sum [rows, kSumColumns] += the neurons of a granule, for up to kHeldColumns columns from `column` on, in the rows
-// that have few (null: in all).
+// sum [rows, kSumColumns] += the neurons of a granule as floats, for up to kHeldColumns columns from `column` on, in
+// the rows that have few of them. If the list of these rows is null, in all rows.
 template <Kind kind>
 void add_columns(const FfnOp& op, int g, const Values& from, int column, float* sum, const int* few = nullptr) {
     constexpr int kVectors = kHeldColumns / 16;
@@ -193,7 +193,7 @@ void add_columns(const FfnOp& op, int g, const Values& from, int column, float* 
 }
 
 // sum [count, kSumColumns] += the neurons of a granule by integer products, for `columns` columns from `column` on, in
-// the rows that have more than few.
+// the rows that have more than kFewNeurons of them.
 void add_codes(const FfnOp& op, int g, const Values& from, int column, int columns, const std::vector<int>& few,
                float* sum) {
     const int count = static_cast<int>(few.size());
@@ -221,14 +221,14 @@ void add_codes(const FfnOp& op, int g, const Values& from, int column, int colum
     }
 }
 
-// Adds up the fours of granules [fours.begin, fours.end), for the columns from `column` on and `count` rows from row0
-// on. `values`: of these granules. `own` [count, kSumColumns]: this thread's.
+// Adds up the fours of granules [fours.begin, fours.end), for kSumColumns columns from `column` on and `count` rows
+// from row0 on. `values`: those of these granules. `own` [count, kSumColumns]: room for this thread's sums.
 void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& values, int column, int row0, int count,
                 float* own) {
     const int d = op.shape.width(), columns = std::min(kSumColumns, d - column);
     const FfnSum& sum = op.sum;
-    // Calls run(place in a sum [T, D], place in `own`, how many numbers of 16 are wanted). It is compiled once for
-    // whole vectors alone, without the branches of the others.
+    // Calls run(place in a sum [T, D], place in `own`, how many numbers of 16 are wanted). For whole vectors it is
+    // compiled apart, without the branches that partial vectors need.
     const auto each = [&](const auto& run) {
         for (int row = 0; row < count; ++row) {
             const std::ptrdiff_t at = (std::ptrdiff_t(row0) + row) * d + column;
@@ -259,7 +259,7 @@ void sum_values(const FfnOp& op, const Fours& fours, const std::vector<Values>& 
                     add_columns<Kind::kInt4>(op, g, from, column + c, own + c, few.data());
                 continue;
             }
-            by_kind(op.shape.down, [&]<Kind kind>() {
+            by_kind(op.shape.down.kind, [&]<Kind kind>() {
                 for (int c = 0; c < columns; c += kHeldColumns) add_columns<kind>(op, g, from, column + c, own + c);
             });
         }

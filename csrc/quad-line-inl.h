@@ -1,5 +1,5 @@
-// Rows of neurons, for the instruction sets whose lines have 16 columns of four rows of int4: included by their simd
-// headers, after `i_dot`.
+// How rows of neurons become lines of tiles, for instruction sets whose registers hold 16 columns of four rows of int4.
+// Included by their simd headers, after `i_dot`.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@ inline void turned(const std::uint8_t* const* rows, std::size_t byte, Line (&to)
     for (int j = 0; j < 4; ++j) to[j] = line(lines[j]);
 }
 
-// The codes of four rows of nibbles as `i_dot` wants them: lane i of `low` has the four rows' column i, of `high` their
-// column 16 + i.
+// 32 columns of four rows of nibbles, as `i_dot` takes them. Lane i of `low` has column i of the four rows, lane i of
+// `high` has their column 16 + i.
 constexpr int kQuadLines = 1;
 struct Quads {
     Line low, high;
 };
 
-// Which group's factors the line of codes takes, of 16.
+// Which of 16 groups' factors the columns take.
 struct QuadGroups {
     int at;
     explicit QuadGroups(const int* group) : at(*group) {}

@@ -182,7 +182,7 @@ inline void i_store_bytes(std::int8_t* to, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
 
-constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // dots_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
 template <int n>

@@ -251,7 +251,7 @@ inline I i_set(std::int32_t x) {
     const int32x4_t all = vdupq_n_s32(x);
     return {all, all, all, all};
 }
-constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // dots_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
 template <int n>

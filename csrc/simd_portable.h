@@ -294,7 +294,7 @@ inline I i_round(const F& x) {
 }
 inline void i_store_bytes(std::int8_t* to, const I& x) { PENSTOCK_LANES to[i] = static_cast<std::int8_t>(x.v[i]); }
 
-constexpr bool kAddsPairs = false, kCentres = false;  // simd_avx2.h has these
+constexpr bool kAddsPairs = false, kCentres = false;  // dots_avx2.h has these
 I i_dot_pairs(I pairs, Line codes, const std::int8_t* four);
 I i_of_pairs(I pairs);
 template <int n>

@@ -13,6 +13,26 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
+// Calls work.operator()<kind>() for a kind whose rows may lie apart, as those of neurons and of a KV cache do. Formats
+// in blocks are not among them.
+template <class Work>
+void by_kind(Kind kind, const Work& work) {
+    switch (kind) {
+        case Kind::kFloat32:
+            return work.template operator()<Kind::kFloat32>();
+        case Kind::kFloat16:
+            return work.template operator()<Kind::kFloat16>();
+        case Kind::kBfloat16:
+            return work.template operator()<Kind::kBfloat16>();
+        case Kind::kInt8:
+            return work.template operator()<Kind::kInt8>();
+        case Kind::kInt4:
+            return work.template operator()<Kind::kInt4>();
+        default:
+            return;
+    }
+}
+
 template <Kind kind>
 inline void two_columns(const std::uint8_t* p, F& even, F& odd) {
     if constexpr (kind == Kind::kBfloat16) {

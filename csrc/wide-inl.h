@@ -74,18 +74,18 @@ template <bool int4, int kLines, int n, int k, class Fetch>
     }
 }
 
-// What a panel of many rows fetches while it is multiplied with tiles: lines [first, end) of each group of the tiles
-// that come next, which lie `away` bytes from those in use. So their bytes come evenly, in all the time that the panels
-// before take. The first panel alone would want them at 18 GB/s a core, where all panels together take 1.
-// `into_l2`: they go past the first cache, which has no room for two pairs of tiles of 2,048 columns beside
-// activations. That takes 0.88 to 0.94 of the time with 14 and 24 rows, but 1.03 to 1.05 with 64, where more panels use
-// each line.
+// What a panel of many rows fetches while it is multiplied with tiles: lines [first, end) of each group of the next
+// tiles, which lie `away` bytes from those in use. Each panel fetches a share of the next tiles, so their bytes come
+// evenly while all panels are multiplied: at 1 GB/s a core. If the first panel fetched them all, it would want 18 GB/s.
+// `into_l2`: the lines are fetched into the second cache only. The first has no room for two pairs of tiles of 2,048
+// columns beside the activations. With 14 and 24 rows this takes 0.88 to 0.94 of the time. With 64 rows, where more
+// panels use each line, it takes 1.03 to 1.05 of it.
 struct NextLines {
     std::ptrdiff_t away;
     int first, end;
     bool into_l2;
 };
-constexpr int kPanelsIntoL2 = 4;  // at most
+constexpr int kPanelsIntoL2 = 4;  // the most panels whose next lines go into the second cache only
 
 // sums += tiles · a wide panel, where tiles and groups lie as m says.
 template <bool int4, int kLines, int k>
