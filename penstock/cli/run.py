@@ -130,20 +130,17 @@ def run(
             asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
-            most = source.spec(not machine.no_verify).max_positions
-            context = plan.context if plan is not None else work.named_context or min(most, DEFAULT_CONTEXT)
-            sampling = _until(context, len(ids), sampling)
+            most = min(source.spec(not machine.no_verify).max_positions, DEFAULT_CONTEXT)
+            sampling = _until(plan.context if plan is not None else work.named_context or most, len(ids), sampling)
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
         else:
             ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
         # Whoever reads JSON, a trace or a record wants figures of passes that nothing was done beside.
-        alone = as_json or chatting or work.batch > 1 or traced is not None or keep is not None
+        ahead = () if as_json or chatting or work.batch > 1 or traced is not None or keep is not None else ids
         with (
-            loaded(
-                source, ask, machine, plan, traced, tokenizer, prompt=() if alone else ids, copy_first=chatting
-            ) as engine,
+            loaded(source, ask, machine, plan, traced, tokenizer, prompt=ahead, copy_first=chatting) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
             if why:
