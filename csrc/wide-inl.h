@@ -26,9 +26,12 @@ template <bool int4, int kLines, int n, int k, class Fetch>
         tile[i] = p + std::size_t(i) * next;
         asm("" : "+r"(tile[i]));  // else GCC keeps the sums of `next` and every line's offset on the stack
     }
+    // All loops over rows, tiles and halves are written out: clang does not do so by itself in a loop that is, and then
+    // keeps the sums on the stack (wheels took 1.4 times as long with 14 rows and more).
     Sum whole[n][k][kChains];
 #pragma GCC unroll 8
     for (int l = 0; l < lines; ++l) {
+#pragma GCC unroll 16
         for (int i = 0; i < k; ++i) fetch(tile[i] + l * 64);
         // Both halves of the codes, or with 16 registers one after the other: there is no room for both beside the
         // sums.
@@ -36,14 +39,19 @@ template <bool int4, int kLines, int n, int k, class Fetch>
 #pragma GCC unroll 2
         for (int first = 0; first < kHalves; first += kAtOnce) {
             Line codes[k][kAtOnce];
+#pragma GCC unroll 16
             for (int i = 0; i < k; ++i) {
                 const Line w = line(tile[i] + l * 64);
+#pragma GCC unroll 16
                 for (int h = 0; h < kAtOnce; ++h) {
                     codes[i][h] = !int4 ? w : first + h == 0 ? low_nibbles(w) : high_nibbles(w);
                 }
             }
+#pragma GCC unroll 16
             for (int r = 0; r < n; ++r) {
+#pragma GCC unroll 16
                 for (int i = 0; i < k; ++i) {
+#pragma GCC unroll 16
                     for (int h = 0; h < kAtOnce; ++h) {
                         const int half = first + h;
                         const std::int8_t* four = a + ((kHalves * l + half) * n + r) * 4;
@@ -55,16 +63,20 @@ template <bool int4, int kLines, int n, int k, class Fetch>
         if constexpr (Sum::kFull > 0) {
             constexpr int kFull = Sum::kFull * kChains / kHalves;  // in lines
             if (l % kFull != kFull - 1 && l != lines - 1) continue;
+#pragma GCC unroll 16
             for (int r = 0; r < n; ++r) {
+#pragma GCC unroll 16
                 for (int i = 0; i < k; ++i) {
                     for (Sum& sum : whole[r][i]) sum.widen();
                 }
             }
         }
     }
+#pragma GCC unroll 16
     for (int i = 0; i < k; ++i) {
         const std::uint8_t* at = tile[i] + lines * 64;
         const F scale = f_half(at), minimum = f_half(at + 32);
+#pragma GCC unroll 16
         for (int r = 0; r < n; ++r) {
             I total = whole[r][i][0].total;
             if constexpr (kChains == 2) total = i_add(total, whole[r][i][1].total);
