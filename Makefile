@@ -21,7 +21,7 @@ SANITIZED := $(wildcard tests/cpu/test_native*.py) $(addprefix tests/cpu/test_,k
 ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-words bench-checks bench-fit bench-quality bench-accuracy bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
+.PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-wheel bench-words bench-checks bench-fit bench-quality bench-accuracy bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -54,6 +54,9 @@ fuzz-files: .venv/test.stamp ## 10^5 mutated model files, plans and machine file
 
 bench-startup: .venv/run.stamp ## measure starting, a run of one token and planning 80 layers (ARGS="--beside PYTHON": of another installation)
 	@$(BIN)/python -m bench.startup $(ARGS)
+
+bench-wheel: .venv/wheel.stamp ## the kernels of the wheel in dist/ beside those of this installation, op by op
+	@$(BIN)/python -m bench.wheel_kernels $(ARGS)
 
 bench-words: .venv/wheel.stamp ## seconds from typing `run` to the first word, of the wheel in dist/ in a new environment
 	@$(BIN)/python -m bench.first_words $(ARGS)

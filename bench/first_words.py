@@ -89,21 +89,27 @@ def measure(programs: Path, model: Path, folder: Path, runs: int) -> dict[str, l
     return found
 
 
+def wheel_here() -> Path:
+    """The wheel in dist/ for this Python and processor. Ends the program where there is none."""
+    tag = "cp311-cp311" if sys.version_info < (3, 12) else "cp312-abi3"
+    wheels = sorted(ROOT.glob(f"dist/*-{tag}-*_{platform.machine()}.whl"))
+    if not wheels:
+        sys.exit("no wheel for this Python is in dist/: `make wheel` builds it")
+    return wheels[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", nargs="?", type=Path)
     parser.add_argument("--runs", type=int, default=5)
     how = parser.parse_args()
-    tag = "cp311-cp311" if sys.version_info < (3, 12) else "cp312-abi3"
-    wheels = [how.wheel] if how.wheel else sorted(ROOT.glob(f"dist/*-{tag}-*_{platform.machine()}.whl"))
-    if not wheels:
-        sys.exit("no wheel for this Python is in dist/: `make wheel` builds it")
+    wheel = how.wheel or wheel_here()
     with tempfile.TemporaryDirectory(prefix="penstock-words-") as made:
         folder = Path(made).resolve()
-        programs = installed(wheels[-1], folder / "venv")
+        programs = installed(wheel, folder / "venv")
         (model,) = (folder / "venv").glob("lib/python*/site-packages/penstock/assets/tale-llama")
         found = measure(programs, model, folder, how.runs)
-    report: dict[str, object] = {"bench": "first_words", "wheel": wheels[-1].name, "runs": how.runs}
+    report: dict[str, object] = {"bench": "first_words", "wheel": wheel.name, "runs": how.runs}
     for name, times_s in found.items():
         median_s = statistics.median(times_s)
         print(f"{name:<12}{median_s:6.2f} s  ({min(times_s):.2f} to {max(times_s):.2f}; limit {LIMITS_S[name]:.0f} s)")

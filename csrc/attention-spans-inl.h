@@ -95,13 +95,17 @@ void order_sums(int width, float* sums) {
     constexpr int kHalves = kUnitWords<kind> / 2;
     for (float* const end = sums + width; sums < end; sums += kWideLines * kUnitColumns<kind>) {
         I x[kHalves][kWideLines];
+#pragma GCC unroll 2
         for (int h = 0; h < kHalves; ++h) {
+#pragma GCC unroll 4
             for (int j = 0; j < kWideLines; ++j) {
                 x[h][j] = i_load(reinterpret_cast<const std::int32_t*>(sums + (h * kWideLines + j) * 16));
             }
             wide_columns(x[h]);
         }
+#pragma GCC unroll 2
         for (int h = 0; h < kHalves; ++h) {
+#pragma GCC unroll 4
             for (int k = 0; k < kWideLines; ++k) {
                 i_store(reinterpret_cast<std::int32_t*>(sums + k * kUnitColumns<kind> + 16 * h), x[h][k]);
             }
@@ -205,13 +209,17 @@ void add_products(const std::int32_t* products, const RoundedWeights& weights, c
                   int width, float* sums) {
     constexpr int kHalves = kUnitWords<kind> / 2;
     const int packed = packed_rows<kind>(width), units = kWideLines / packed;
+#pragma GCC unroll 16
     for (int i = 0; i < n; ++i) {
+#pragma GCC unroll 16
         for (int h = 0; h < kHalves; ++h) {
             I x[kWideLines];
+#pragma GCC unroll 16
             for (int j = 0; j < kWideLines; ++j) {
                 x[j] = i_load(products + ((i * kHalves + h) * kWideLines + j) * 16);
             }
             wide_columns(x);
+#pragma GCC unroll 16
             for (int k = 0; k < kWideLines / 2 && packed > 1; ++k) x[k] = i_add(x[k], x[k + kWideLines / 2]);
             for (int k = 0; k < units; ++k) {
                 const int c = column + k * kUnitColumns<kind> + 16 * h;

@@ -113,11 +113,16 @@ def run(
     from penstock.serve.recording import ANSWERS, recording
     from penstock.spec import answers
 
-    with tracing(trace, f"penstock run {model}") as traced, writing(record, "--record", ANSWERS) as keep:
+    with (
+        contextlib.ExitStack() as at_end,
+        tracing(trace, f"penstock run {model}") as traced,
+        writing(record, "--record", ANSWERS) as keep,
+    ):
         text = "" if chatting else read_prompt(prompt)
         # A plan of a file is for a packed model, and so is what routers say.
         unpacked = plan is None and record is None
         source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked)
+        at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind
         if keep is not None and not source.spec(not machine.no_verify).is_routed:
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
         from penstock.serve.tokenizer import Tokenizer

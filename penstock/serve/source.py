@@ -21,8 +21,8 @@ from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.locks import FolderLock
-from penstock.store.pack import naming
 from penstock.store.packed import is_packed, read_config, read_manifest
+from penstock.store.packing import naming
 from penstock.store.unpacked import Unpacked
 from penstock.store.writer import Fill
 

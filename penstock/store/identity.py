@@ -26,8 +26,9 @@ from penstock.store.files import MAX_COPIED_BYTES, read_bytes, reading, require_
 from penstock.store.gguf.files import files_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.manifest import CONFIG, COPIED, SUM_BYTES
-from penstock.store.pack import Packing, opened, threads
+from penstock.store.pack import opened, threads
 from penstock.store.packed import Packed, open_packed
+from penstock.store.packing import Packing
 from penstock.store.writer import Fill, Progress
 
 

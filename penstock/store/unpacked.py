@@ -13,8 +13,9 @@ from pathlib import Path
 from penstock.spec.format import Format
 from penstock.store.direct import STAGE_BYTES
 from penstock.store.identity import Stamp
-from penstock.store.pack import Packing, opened, threads
+from penstock.store.pack import opened, threads
 from penstock.store.packed import Packed, read_config
+from penstock.store.packing import Packing
 from penstock.store.writer import Fill
 
 PIECE_BYTES = STAGE_BYTES  # of granules that are made at once, unless one is larger

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
@@ -376,3 +377,16 @@ def test_the_command_says_it_in_one_line(checkpoint: Path, tmp_path: Path, capsy
     cache = machine_cache(tmp_path / "cache")
     args = ("run", checkpoint, "abc", "--cache", cache, "--weights", "int4", "--json")
     refused(here(capsys, *args), "up_proj", "BrokenModel")
+
+
+@pytest.mark.parametrize("asked", [["a" * 3000, "--context", "64"], ["abc", "--host-memory", "20MiB"], ["abc"]])
+def test_small_files_are_removed_at_the_end(
+    checkpoint: Path, tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (made := tmp_path / "made").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    cache = machine_cache(tmp_path / "cache")
+    done = here(capsys, "run", checkpoint, *asked, "--cache", cache, "--max-tokens", "2", "--json")
+    assert (done.code == 0) == (asked == ["abc"])
+    assert list(made.iterdir()) == []

@@ -25,8 +25,9 @@ from penstock.store.copies import MODELS
 from penstock.store.gguf.files import open_gguf
 from penstock.store.gguf.header import Strings
 from penstock.store.gguf.model import read_gguf_config
-from penstock.store.pack import Packing, pack
+from penstock.store.pack import pack
 from penstock.store.packed import open_packed, read_config
+from penstock.store.packing import Packing
 from penstock.store.sources import sources_in
 from tests.cpu import gguf_files, gguf_models
 from tests.cpu.commands import here, machine_cache
