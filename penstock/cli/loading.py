@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Machine, file_to_write, where
 from penstock.cli.output import note, progress
+from penstock.errors import PenstockError
 from penstock.spec.ask import Ask
 from penstock.units import parse_bytes
 
@@ -95,11 +96,11 @@ def loaded(
     prompt: Sequence[int] = (),
     copy_first: bool = False,
 ) -> Iterator[Engine]:
-    """Yields an engine with its weights in place, and closes it at the end. If the model has no packed copy yet, that
-    is written before, unless what the caller does fails. `copy_first`: it is written before the caller has the engine.
-    `record`: a trace of its passes.
-    `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as for
-    `Loading`. Raises as `Engine.open`."""
+    """Yields an engine with its weights in place, and closes it at the end. A packed copy that the model lacks is
+    written when the caller is done, unless the caller failed. `copy_first`: it is written before the caller has the
+    engine. Where it cannot be written that is noted, and the caller's work stands. `record`: a trace of the engine's
+    passes. `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as
+    for `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
 
     how = loading(
@@ -113,15 +114,25 @@ def loaded(
     )
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)
-        if copy_first:
-            engine.write_copy(tell)
-    for line in engine.notes:
-        note(line)
-    if record is not None:
-        engine.session.watchers.append(record.add)
     try:
+        if copy_first:
+            _write_copy(engine, "")
+        for line in engine.notes:
+            note(line)
+        if record is not None:
+            engine.session.watchers.append(record.add)
         yield engine
-        with progress() as tell:
-            engine.write_copy(tell)
+        if not copy_first:
+            _write_copy(engine, "the answer is whole, but ")
     finally:
         engine.close()
+
+
+def _write_copy(engine: Engine, else_said: str) -> None:
+    """Writes the packed copy that the model lacks. Where that fails, it is noted after `else_said`."""
+    try:
+        with progress() as tell:
+            engine.write_copy(tell)
+    except (PenstockError, OSError) as error:
+        why = error.message if isinstance(error, PenstockError) else str(error)
+        note(f"{else_said}the packed copy was not written, so the next run begins as this one did: {why}")

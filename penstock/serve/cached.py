@@ -155,13 +155,14 @@ class Cached:
         being written, or cannot be written as things are: packing then goes on with it, waits, or says what is wrong.
         Raises as `pack`."""
         with ExitStack() as opened:
-            unpacked = Unpacked.open(self.checkpoint, self.weights, now)
+            try:
+                unpacked = Unpacked.open(self.checkpoint, self.weights, now)
+            except (StorageFailed, OSError):  # as where small files have no temporary folder
+                return None
             opened.callback(unpacked.close)
             folder = self._place(now, unpacked.job.weights)
             if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
                 return None
-            if self.limit_bytes is not None:
-                self._clear(self.limit_bytes, unpacked.copy_bytes)
             if not _has_room(self.models, unpacked.copy_bytes):
                 return None
             opened.pop_all()

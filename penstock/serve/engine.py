@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import DamagedModel
+from penstock.errors import DamagedModel, PenstockError
 from penstock.graph import passes
 from penstock.graph.tasks import Pass
 from penstock.planner.explain import Band
@@ -87,11 +87,11 @@ class Engine:
             engine = cls._load_unpacked(source, source.to_write, ask, how, on_progress)
             if engine is not None:
                 return engine
-            source = source.packed()
+            source = source.packed(on_progress)
         try:
             engine = cls.load(source.folder, ask, how, on_progress)
         except DamagedModel as error:
-            source = source.again(error)
+            source = source.again(error, on_progress)
             engine = cls.load(source.folder, ask, how, on_progress)
         engine._source = source
         engine.session.on_damage = source.mark_damaged
@@ -122,6 +122,11 @@ class Engine:
         engine = cls._loaded(unpacked.model, within, on_progress, unpacked.fill, why)
         unpacked.forget()
         engine._source = source
+        try:
+            source.require_unchanged()
+        except PenstockError:
+            engine.close()
+            raise
         return engine
 
     @classmethod
@@ -141,13 +146,13 @@ class Engine:
         return cls(packed, planned, session, why)
 
     def write_copy(self, on_progress: Progress | None = None) -> None:
-        """Writes the packed copy of a checkpoint that was loaded without one, out of memory. Does nothing where there
-        is one. A call that is broken off leaves no copy. Raises StorageFailed; BrokenModel where the checkpoint has
-        changed."""
+        """Writes the packed copy of a checkpoint that was loaded without one, out of memory, and holds it as one that
+        was found. Does nothing where there is one. A call that is broken off leaves no copy. Raises StorageFailed;
+        BrokenModel where the checkpoint has changed."""
         source = self._source
         if source is not None and source.to_write is not None:
             with self._turns.turn():
-                source.write(self.session.loaded_granules(), on_progress)
+                self._source = source.written(self.session.loaded_granules(), on_progress)
 
     @property
     def tokenizer(self) -> Tokenizer:

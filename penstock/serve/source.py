@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import BadRequest, DamagedModel
+from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.hubs.where import Where
 from penstock.runtime.host import Progress
 from penstock.serve import shapes
@@ -20,6 +20,7 @@ from penstock.spec.model import ModelSpec
 from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
+from penstock.store.identity import stamps
 from penstock.store.locks import FolderLock
 from penstock.store.packed import is_packed, read_config, read_manifest
 from penstock.store.packing import naming
@@ -40,11 +41,12 @@ class Source:
     beside_bytes: int = 0
     unpacked: Unpacked | None = None
 
-    def packed(self) -> Source:
-        """Packs the checkpoint that was to be loaded without a copy. Raises as `resolve`."""
+    def packed(self, tell: Progress | None) -> Source:
+        """Packs the checkpoint that was to be loaded without a copy. `tell`: gets progress and news. Raises as
+        `resolve`."""
         assert self.cached is not None and self.unpacked is not None
         self.unpacked.end_reading()
-        folder, lock = self.cached.hold()
+        folder, lock = replace(self.cached, tell=tell).hold()
         return replace(self, folder=folder, lock=lock)
 
     @property
@@ -57,18 +59,27 @@ class Source:
         assert self.cached is not None and self.unpacked is not None
         replace(self.cached, tell=tell).say_writing(self.unpacked)
 
-    def write(self, fill: Fill, tell: Progress | None) -> None:
-        """Writes the copy of the checkpoint that was loaded without one. `fill`: gives its granules. `tell`: gets
-        progress and news. Raises as `resolve`."""
+    def require_unchanged(self) -> None:
+        """Raises BrokenModel where the checkpoint that was loaded without a copy is not what it was when it was
+        opened: its weights may be of two states."""
         assert self.cached is not None and self.unpacked is not None
-        replace(self.cached, tell=tell).write(self.unpacked, fill)
+        if stamps(self.cached.checkpoint) != self.unpacked.stamps:
+            raise BrokenModel(f"{self.cached.checkpoint} changed while it was read: run the command again")
 
-    def again(self, error: DamagedModel) -> Source:
-        """Packs the model once more, in place of this copy, which loading has shown to be damaged. Raises `error` where
-        the user named the packed model, else as `resolve`."""
+    def written(self, fill: Fill, tell: Progress | None) -> Source:
+        """Writes the copy of the checkpoint that was loaded without one, and holds it. `fill`: gives its granules.
+        `tell`: gets progress and news. Raises as `resolve`."""
+        assert self.cached is not None and self.unpacked is not None
+        copy = replace(self.cached, tell=tell).write(self.unpacked, fill)
+        return replace(self, lock=copies.hold(copy))
+
+    def again(self, error: DamagedModel, tell: Progress | None) -> Source:
+        """Packs the model once more, in place of this copy, which loading has shown to be damaged. `tell`: gets
+        progress and news. Raises `error` where the user named the packed model, else as `resolve`."""
         if self.cached is None or self.lock is None:
             raise error
-        folder, lock = self.cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
+        cached = replace(self.cached, tell=tell)
+        folder, lock = cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
         return replace(self, folder=folder, lock=lock)
 
     def mark_damaged(self, error: DamagedModel) -> DamagedModel:

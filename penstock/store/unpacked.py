@@ -58,10 +58,11 @@ class Unpacked:
 
     @property
     def reading_bytes(self) -> int:
-        """The most memory that making granules takes beside the granules themselves: the small files, what each thread
-        has read, with the numbers that it makes of it where it quantises, and matrices that are kept because each
-        granule has a few of their columns."""
+        """The most memory that making granules, or writing them after that, takes beside the granules themselves: the
+        small files, what each thread has read, with the numbers that it makes of it where it quantises, and matrices
+        that are kept because each granule has a few of their columns; or what the writer has at a time."""
         read, kept = 0, list[int]()
+        written = (PIECES_AHEAD + 1) * max(PIECE_BYTES, *(part.granule_bytes for part in self.job.parts))
         for part in self.job.parts:
             for block in part.blocks:
                 source = self.job.sources[part.key, block.name]
@@ -72,7 +73,8 @@ class Unpacked:
                     kept.append(of_one if not in_pieces else _PIECES_TIMES * prod(tensor.shape))
                 read = max(read, min(of_one, PIECE_BYTES), _FLOATS * block.rows * block.cols if block.tiled else 0)
         kept.sort(reverse=True)
-        return threads() * read + sum(kept[:_KEPT]) + sum(map(len, self.job.extras.values()))
+        made = threads() * read + sum(kept[:_KEPT])
+        return max(made, written) + sum(map(len, self.job.extras.values()))
 
     @property
     def copy_bytes(self) -> int:

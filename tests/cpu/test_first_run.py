@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,11 @@ from penstock.spec.places import HOST
 from penstock.store import copies
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.identity import stamps
+from penstock.store.locks import lock_folder
 from penstock.store.manifest import RECORD
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
+from penstock.store.packing import Packing
 from penstock.store.unpacked import Unpacked
 from penstock.store.verify import verify
 from tests.cpu import quantised
@@ -324,6 +327,54 @@ def test_a_kill_while_the_copy_is_written(checkpoint: Path, tmp_path: Path) -> N
     folder, _ = resolved(checkpoint, tmp_path / "cache")
     verify(folder)
     assert names(tmp_path / "cache") == [folder.name]
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before a word comes, for its weights may be of two states."""
+    source, forget = opened(checkpoint, tmp_path), Unpacked.forget
+
+    def changes(unpacked: Unpacked) -> None:  # when all granules are made
+        forget(unpacked)
+        replace_file(checkpoint / "model.safetensors")
+
+    monkeypatch.setattr(Unpacked, "forget", changes)
+    with closing(source), pytest.raises(BrokenModel, match="changed while it was read"):
+        engine_of(source)
+
+
+def test_a_copy_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
+    with closing(engine_of(opened(checkpoint, tmp_path))) as engine:
+        engine.write_copy()
+        (copy,) = (tmp_path / "models").iterdir()
+        lock = lock_folder(copy, exclusive=True, wait=False)
+        assert lock is None  # it is held, as one that was found
+        shutil.rmtree(copy)
+        engine.write_copy()
+        assert names(tmp_path) == []
+
+
+def test_an_answer_stands_where_its_copy_cannot_be_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StorageFailed("the disk is too full: 2 GB are needed, 1 GB is free")
+
+    monkeypatch.setattr(Packing, "write", full)
+    cache, trace = machine_cache(tmp_path / "cache"), tmp_path / "trace.json"
+    done = here(
+        capsys, "run", checkpoint, "abc", "--cache", cache, "--max-tokens", "2", "--json", "--trace", trace
+    )  # fmt: skip
+    assert done.code == 0 and len(done.out.splitlines()) == 1 and "error" not in done.report
+    assert "the answer is whole, but the packed copy was not written" in done.err and "2 GB are needed" in done.err
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_no_temporary_folder_for_small_files(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with closing(resolve(str(checkpoint), weights=None, cache=tmp_path, unpacked=True)) as found:
+        assert found.to_write is None
 
 
 def test_ctrl_c_in_the_command_leaves_no_copy(checkpoint: Path, tmp_path: Path) -> None:
