@@ -46,7 +46,7 @@ class Source:
         `resolve`."""
         assert self.cached is not None and self.unpacked is not None
         self.unpacked.end_reading()
-        folder, lock = replace(self.cached, tell=tell).hold()
+        folder, lock = _telling(self.cached, tell).hold()
         return replace(self, folder=folder, lock=lock)
 
     @property
@@ -57,7 +57,7 @@ class Source:
     def say_writing(self, tell: Progress | None) -> None:
         """Tells what `write` will write."""
         assert self.cached is not None and self.unpacked is not None
-        replace(self.cached, tell=tell).say_writing(self.unpacked)
+        _telling(self.cached, tell).say_writing(self.unpacked)
 
     def require_unchanged(self) -> None:
         """Raises BrokenModel where the checkpoint that was loaded without a copy is not what it was when it was
@@ -70,7 +70,7 @@ class Source:
         """Writes the copy of the checkpoint that was loaded without one, and holds it. `fill`: gives its granules.
         `tell`: gets progress and news. Raises as `resolve`."""
         assert self.cached is not None and self.unpacked is not None
-        copy = replace(self.cached, tell=tell).write(self.unpacked, fill)
+        copy = _telling(self.cached, tell).write(self.unpacked, fill)
         return replace(self, lock=copies.hold(copy))
 
     def again(self, error: DamagedModel, tell: Progress | None) -> Source:
@@ -78,7 +78,7 @@ class Source:
         progress and news. Raises `error` where the user named the packed model, else as `resolve`."""
         if self.cached is None or self.lock is None:
             raise error
-        cached = replace(self.cached, tell=tell)
+        cached = _telling(self.cached, tell)
         folder, lock = cached.hold_again(self.folder, self.lock, copies.what_is_wrong(error))
         return replace(self, folder=folder, lock=lock)
 
@@ -114,6 +114,12 @@ class Source:
             self.lock.close()
         if self.unpacked is not None:
             self.unpacked.close()
+
+
+def _telling(cached: Cached, tell: Progress | None) -> Cached:
+    """The same, which tells `tell`; where that is None, whom it told so far. That one's line on a terminal may have
+    ended by now."""
+    return cached if tell is None else replace(cached, tell=tell)
 
 
 def resolve(
