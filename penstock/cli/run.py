@@ -60,7 +60,7 @@ class Asking:
 
     prompt_file: str | None = flag("--prompt-file", "FILE", "Take the prompt from this file of UTF-8 text.")
     image: str | None = flag("--image", "FILE", "", hidden=True)
-    system: str | None = flag("--system", "TEXT", "What the model is told before the first turn.")
+    system_text: str | None = flag("--system", "TEXT", "What the model is told before the first turn.")
     no_thinking: bool = flag(
         "--no-thinking",
         None,
@@ -132,7 +132,7 @@ def run(
         with source.naming():
             tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
             source.accept(tokenizer)
-            asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system)
+            asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system_text)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
             most = min(source.spec(not machine.no_verify).max_positions, DEFAULT_CONTEXT)
@@ -164,7 +164,7 @@ def _refuse_contradictions(work: Workload, sampling: Sampling, ask: Ask, chattin
     (replace(sampling, max_tokens=1) if sampling.max_tokens == UNTIL_END else sampling).params({}, work)
     if chatting and asking.raw:
         raise BadRequest("--raw continues a PROMPT; a chat needs the template")
-    if asking.system is not None and asking.raw:
+    if asking.system_text is not None and asking.raw:
         raise BadRequest("--raw continues a PROMPT as it stands: --system needs the template")
     if sampling.max_tokens == UNTIL_END and ask.grow_context:
         raise BadRequest("--max-tokens -1 goes on until the context ends: --context has to name it")
@@ -181,7 +181,7 @@ def _until(context: int, prompt_tokens: int, sampling: Sampling) -> Sampling:
 def _chat(engine: Engine, params: SamplingParams, asking: Asking, machine: Machine) -> None:
     note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
     with typed_lines(machine.cache_folder) as lines:
-        Chat(engine, params, asking.system, not asking.no_thinking).run(lines)
+        Chat(engine, params, asking.system_text, not asking.no_thinking).run(lines)
 
 
 def _import_ahead(module: str) -> None:
