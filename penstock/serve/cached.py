@@ -152,7 +152,8 @@ class Cached:
 
     def _open(self, now: dict[str, Stamp]) -> Unpacked | None:
         """The checkpoint, open to be loaded, with room in the cache for its copy. None where the copy was begun, or is
-        being written, or cannot be written as things are: packing then goes on with it, waits, or says what is wrong.
+        being written, or cannot be written as things are: packing then goes on with it, waits, makes room, or says what
+        is wrong.
         Raises as `pack`."""
         with ExitStack() as opened:
             try:
@@ -163,6 +164,10 @@ class Cached:
             folder = self._place(now, unpacked.job.weights)
             if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
                 return None
+            if self.limit_bytes is not None:
+                kept_bytes = sum(entry.nbytes for entry in cache.entries(self.models) if cache.is_ours(entry))
+                if kept_bytes + unpacked.copy_bytes > self.limit_bytes:  # packing makes room, or refuses
+                    return None
             if not _has_room(self.models, unpacked.copy_bytes):
                 return None
             opened.pop_all()
