@@ -153,8 +153,7 @@ class Cached:
     def _open(self, now: dict[str, Stamp]) -> Unpacked | None:
         """The checkpoint, open to be loaded, with room in the cache for its copy. None where the copy was begun, or is
         being written, or cannot be written as things are: packing then goes on with it, waits, makes room, or says what
-        is wrong.
-        Raises as `pack`."""
+        is wrong. Raises as `pack`."""
         with ExitStack() as opened:
             try:
                 unpacked = Unpacked.open(self.checkpoint, self.weights, now)
