@@ -27,7 +27,7 @@ from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
-from penstock.store.mxfp4 import joined, paired
+from penstock.store.mxfp4 import joined, paired, turned
 from penstock.store.quantised import DTYPES, Pieces, combine, order_of, require_order, rows_of
 from penstock.units import MIB, round_up
 
@@ -228,7 +228,8 @@ class Checkpoint:
             shape, dtype = (stop - start, *tensor.shape[1:]), RAW_DTYPES[tensor.dtype]
         else:
             shape, dtype = (stop - start, row_bytes(tensor.dtype, tensor.shape[-1])), np.uint8
-        return self._elements(tensor, start, shape, dtype)
+        rows = self._elements(tensor, start, shape, dtype)
+        return turned(rows) if tensor.in_turns else rows
 
     def _plain(self, tensor: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
         """Elements start..stop along the first axis, as they are. A tensor without axes has one element."""

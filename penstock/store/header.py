@@ -37,7 +37,8 @@ KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor of a file. `offset`: bytes from the start of the file to the tensor's first element. `scales`: of a
-    tensor in MXFP4 whose scales are a tensor of their own (`store.mxfp4`); offset and bytes are those of the codes."""
+    tensor in MXFP4 whose scales are a tensor of their own (`store.mxfp4`); offset and bytes are those of the codes.
+    `in_turns`: of one in MXFP4 whether a byte holds two neighbours, behind each block's scale."""
 
     name: str
     dtype: str
@@ -46,6 +47,7 @@ class TensorInfo:
     offset: int
     nbytes: int
     scales: TensorInfo | None = None
+    in_turns: bool = False
 
     @property
     def files(self) -> list[Path]:

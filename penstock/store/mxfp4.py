@@ -3,9 +3,10 @@
     NAME_blocks    uint8 [..., C / 32, 16]   byte i of a block: number 2i in its low nibble, 2i + 1 in its high one
     NAME_scales    uint8 [..., C / 32]       a block's scale, e8m0
     in GGUF        17 bytes a block          the scale; then byte i: number i in its low nibble, 16 + i in its high one
+    Ollama's GGUF  17 bytes a block          the scale; then 16 bytes as in NAME_blocks
 
-Source: OCP Microscaling Formats 1.0, section 5.3 (e2m1 with a scale for 32 numbers); the names are those of the model's
-files.
+Sources: OCP Microscaling Formats 1.0, section 5.3 (e2m1 with a scale for 32 numbers); the names are those of the
+model's files; Ollama's ml/backend/ggml, which reads the last.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ def paired(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         by_name[name] = replace(codes, dtype=DTYPE, shape=shape, scales=scales)
         del by_name[scales.name]
     return by_name
+
+
+def turned(raw: Bytes) -> Bytes:
+    """Rows as Ollama's files have them, uint8 [rows, C / 32 · 17] → as llama.cpp's have them."""
+    blocks = raw.reshape(len(raw), -1, 1 + _CODE_BYTES)
+    return joined(blocks[:, :, 1:].reshape(len(raw), -1), blocks[:, :, 0])
 
 
 def joined(codes: Bytes, scales: Bytes) -> Bytes:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.models.gguf.ollama import in_usual_words
 from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
 
 # Keys that change what a model computes, and which llama.cpp heeds in none of the architectures below. A file that has
@@ -32,11 +33,12 @@ class _File:
         self, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]],
         where: str,
     ) -> None:  # fmt: skip
-        self.architecture = Config(dict(metadata), where).text("general.architecture")
+        said = Config(dict(metadata), where).text("general.architecture")
+        prefix = f"{said}."
+        own = {key.removeprefix(prefix): _one(value) for key, value in metadata.items() if key.startswith(prefix)}
+        self.architecture, keys = in_usual_words(said, own)
         self.shapes, self.tables, self.where = shapes, tables, where
-        prefix = f"{self.architecture}."
-        own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        self.keys = Config({key: _one(value) for key, value in own.items()}, where, prefix)
+        self.keys = Config(keys, where, prefix)
 
     def whole(self, key: str, default: int | None = None) -> int:
         return self.keys.whole(key, default)

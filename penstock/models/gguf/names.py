@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from penstock.models.gguf.ollama import GPT_OSS
+from penstock.models.gguf.ollama import names as ollama_names
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
 from penstock.spec.model import ModelSpec
 
@@ -44,8 +46,8 @@ def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) ->
         q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         layer |= {**dict.fromkeys("qkv", "attn_qkv.weight"), "gate": "ffn_up.weight"}
         offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
-    if architecture == "gpt-oss":
-        layer |= {"ffn_in": "post_attention_norm.weight"}
+    if architecture in ("gpt-oss", GPT_OSS):
+        layer |= {"ffn_in": "post_attention_norm.weight"} | ollama_names(tensors)
     if spec.is_routed and "blk.0.ffn_gate.0.weight" in tensors:
         layer, stacked = layer | _APART, False
     names = {block: f"blk.{{}}.{name}" for block, name in layer.items()}

@@ -22,6 +22,7 @@ BLOCK_FORMATS = {
     1: BlockFormat("F16", 1, 2),
     2: BlockFormat("Q4_0", 32, 18),
     3: BlockFormat("Q4_1", 32, 20),
+    4: BlockFormat("MXFP4", 32, 17),  # `IN_TURNS`
     6: BlockFormat("Q5_0", 32, 22),
     7: BlockFormat("Q5_1", 32, 24),
     8: BlockFormat("Q8_0", 32, 34),
@@ -51,5 +52,9 @@ BLOCK_FORMATS = {
     35: BlockFormat("TQ2_0", 256, 66),
     39: BlockFormat("MXFP4", 32, 17),
 }
+
+# What Ollama's files call MXFP4, whose codes lie there in another order (`store.mxfp4`). The number was that of Q4_2,
+# which llama.cpp had before there was GGUF.
+IN_TURNS = 4
 
 BY_NAME = {each.name: each for each in BLOCK_FORMATS.values()}

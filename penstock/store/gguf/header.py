@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.store.files import open_regular, reading
-from penstock.store.gguf.blocks import BLOCK_FORMATS
+from penstock.store.gguf.blocks import BLOCK_FORMATS, IN_TURNS
 from penstock.store.header import MAX_DIM, TensorInfo, quoted, refuse_overlaps
 
 MAGIC = b"GGUF"
@@ -136,7 +136,7 @@ class _Walk:
                 raise self._broken(f"has the metadata {quoted(key)} twice")
             metadata[key] = self._value(self._number("I"), quoted(key))
         alignment = self._alignment(metadata)
-        of_name: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        of_name: dict[str, tuple[str, tuple[int, ...], int, int, bool]] = {}
         for i in range(tensors):
             name = self._text(_MAX_NAME_BYTES, f"the name of tensor {i}")
             if name in of_name:
@@ -209,8 +209,8 @@ class _Walk:
         self._at = offset
         return Strings(self._data[begin:offset], count, f"{self._file}: {where}, string")
 
-    def _tensor(self, name: str, alignment: int) -> tuple[str, tuple[int, ...], int, int]:
-        """(number format, shape, offset, bytes) of a tensor. `name`: quoted."""
+    def _tensor(self, name: str, alignment: int) -> tuple[str, tuple[int, ...], int, int, bool]:
+        """(number format, shape, offset, bytes, `TensorInfo.in_turns`) of a tensor. `name`: quoted."""
         dims = self._number("I")
         if not 1 <= dims <= _MAX_DIMS:
             raise self._broken(f"has the tensor {name} with {dims} dimensions; it should have 1 to {_MAX_DIMS}")
@@ -228,10 +228,10 @@ class _Walk:
         nbytes = fmt.nbytes
         for size in (sizes[0] // fmt.numbers, *sizes[1:]):
             nbytes *= size
-        return fmt.name, tuple(reversed(sizes)), offset, nbytes
+        return fmt.name, tuple(reversed(sizes)), offset, nbytes, kind == IN_TURNS
 
     def _info(
-        self, name: str, data_offset: int, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int
+        self, name: str, data_offset: int, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int, in_turns: bool
     ) -> TensorInfo:
         end = data_offset + offset + nbytes
         if end > self._file_bytes:
@@ -239,7 +239,7 @@ class _Walk:
                 f"is truncated: its tensor {quoted(name)} {list(shape)} ends at byte {end}, the file has"
                 f" {self._file_bytes}"
             )
-        return TensorInfo(name, dtype, shape, self._file, data_offset + offset, nbytes)
+        return TensorInfo(name, dtype, shape, self._file, data_offset + offset, nbytes, in_turns=in_turns)
 
     def _number(self, code: str) -> Any:
         size = struct.calcsize("<" + code)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.models.gguf.ollama import GPT_OSS, GPT_OSS_PRE
 from penstock.models.hf.config import MAX_VOCAB
 from penstock.store.gguf.header import Strings, Value
 from penstock.store.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -86,7 +87,7 @@ def text_files(metadata: dict[str, Value], where: str, name: str = "") -> dict[s
     config: dict[str, Any] = {f"add_{end}_token": adds for end, adds in ends.items()}
     config |= {f"{which}_token": entries.texts[i] for which, i in ids.items() if which in ("bos", "eos", "unk", "pad")}
     config |= {"clean_up_tokenization_spaces": False, **_templates(metadata, where)}
-    generation = {"eos_token_id": _end_ids(entries, ids)}
+    generation = {"eos_token_id": _end_ids(entries, ids, metadata.get(f"{_PREFIX}eos_token_ids"))}
     made = {"tokenizer.json": tokenizer, "tokenizer_config.json": config, "generation_config.json": generation}
     return {file: f"{json.dumps(content, ensure_ascii=False)}\n".encode() for file, content in made.items()}
 
@@ -94,6 +95,8 @@ def text_files(metadata: dict[str, Value], where: str, name: str = "") -> dict[s
 def _byte_level(metadata: dict[str, Value], entries: Entries, where: str) -> tuple[dict[str, Any], bool]:
     """The parts of tokenizer.json that differ, and whether texts begin with BOS where the file does not say."""
     name = _text(metadata, "pre", where, "default")
+    if metadata.get("general.architecture") == GPT_OSS:
+        name = GPT_OSS_PRE
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise UnsupportedModel(f"{where}: {_PREFIX}pre {quoted(name)} is not one of {known}")
@@ -231,9 +234,12 @@ def _templates(metadata: dict[str, Value], where: str) -> dict[str, Any]:
     return {"chat_template": [{"name": name, "template": text} for name, text in both.items()]}
 
 
-def _end_ids(entries: Entries, ids: dict[str, int]) -> list[int]:
-    """Ids that end an answer. gpt-oss ends its thoughts with <|end|>, and its answers with another token."""
+def _end_ids(entries: Entries, ids: dict[str, int], listed: Value) -> list[int]:
+    """Ids that end an answer. gpt-oss ends its thoughts with <|end|>, and its answers with another token. `listed`:
+    ids that Ollama's files name beside that of EOS, if any."""
     named = [i for which, i in ids.items() if which in ("eos", "eot", "eom")]
+    if isinstance(listed, array):
+        named += [i for i in listed if isinstance(i, int) and 0 <= i < len(entries.texts)]
     known, texts = set(_ENDS), set(entries.texts)
     if {"<|return|>", "<|call|>"} <= texts:
         known.discard("<|end|>")
