@@ -135,7 +135,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a dimension of 2^64-1": (padded(header(FEW, [tensor("a", [U64], 0, 0)]), bytes(64)), "impossible shape"),
     "a product beyond 2^64": (padded(header(FEW, [tensor("a", [2**40] * 4, 0, 0)]), bytes(64)), "is truncated"),
     "half a block": (padded(header(FEW, [tensor("a", [48, 2], 8, 0)]), bytes(256)), "has blocks of 32"),
-    "an unknown number format": (padded(header(FEW, [tensor("a", [32], 5, 0)]), bytes(256)), "number format 5"),
+    "an unknown number format": (padded(header(FEW, [tensor("a", [32], 4, 0)]), bytes(256)), "number format 4"),
     "an offset behind the file": (padded(header(FEW, [tensor("a", [4], 0, 2**63)]), bytes(64)), "is truncated"),
     "an offset between": (padded(header(FEW, [tensor("a", [4], 0, 4)]), bytes(64)), "no multiple of 32"),
     "data cut short": (padded(header(FEW, [tensor("a", [64], 0, 0)]), bytes(255)), "is truncated"),

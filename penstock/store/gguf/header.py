@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import BrokenModel, UnsupportedModel
+from penstock.models.gguf.ollama import GPT_OSS
 from penstock.store.files import open_regular, reading
 from penstock.store.gguf.blocks import BLOCK_FORMATS, IN_TURNS
 from penstock.store.header import MAX_DIM, TensorInfo, quoted, refuse_overlaps
@@ -120,7 +121,7 @@ class _Walk:
 
     def __init__(self, file: Path, stream: Readable, file_bytes: int) -> None:
         self._file, self._stream, self._file_bytes = file, stream, file_bytes
-        self._data, self._at, self._nested = b"", 0, 0
+        self._data, self._at, self._nested, self._of_ollama = b"", 0, 0, False
 
     def header(self) -> GgufHeader:
         self._version()
@@ -136,6 +137,7 @@ class _Walk:
                 raise self._broken(f"has the metadata {quoted(key)} twice")
             metadata[key] = self._value(self._number("I"), quoted(key))
         alignment = self._alignment(metadata)
+        self._of_ollama = metadata.get("general.architecture") == GPT_OSS
         of_name: dict[str, tuple[str, tuple[int, ...], int, int, bool]] = {}
         for i in range(tensors):
             name = self._text(_MAX_NAME_BYTES, f"the name of tensor {i}")
@@ -216,7 +218,7 @@ class _Walk:
             raise self._broken(f"has the tensor {name} with {dims} dimensions; it should have 1 to {_MAX_DIMS}")
         sizes = [self._number("Q") for _ in range(dims)]
         kind, offset = self._number("I"), self._number("Q")
-        if kind not in BLOCK_FORMATS:
+        if kind not in BLOCK_FORMATS or (kind == IN_TURNS and not self._of_ollama):
             raise UnsupportedModel(f"{self._file}: tensor {name} has the unknown number format {kind}")
         fmt = BLOCK_FORMATS[kind]
         if not all(1 <= size <= MAX_DIM for size in sizes):
