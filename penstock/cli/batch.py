@@ -96,7 +96,8 @@ def batch(
     plan = given_plan(plan_file, machine, work)
     work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
-    source = packed_model(model, weights, machine, cache_limit, chat=True)
+    sparsity = work.sparsity if plan is None else plan.sparsity
+    source = packed_model(model, weights, machine, cache_limit, chat=True, sparsity=sparsity)
     from penstock.serve.batch.journal import Journal
     from penstock.serve.batch.lines import Lines
     from penstock.serve.tokenizer import Tokenizer

@@ -107,7 +107,8 @@ def bench(
             raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
         ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
-            source = packed_model(target, weights, machine, cache_limit)
+            sparsity = work.sparsity if plan is None else plan.sparsity
+            source = packed_model(target, weights, machine, cache_limit, sparsity=sparsity)
             from penstock.serve.bench import WantedRun
             from penstock.serve.bench import bench as measure
 

@@ -40,7 +40,8 @@ def eval_(
     work.refuse_sizes("eval scores")
     text, plan = read_text(file), given_plan(plan_file, machine, work)
     ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
-    sources = [packed_model(model, weights, machine, cache_limit)]
+    sparsity = work.sparsity if plan is None else plan.sparsity
+    sources = [packed_model(model, weights, machine, cache_limit, sparsity=sparsity)]
     if against is not None:
         sources.append(packed_model(against, None, machine, cache_limit))
     from penstock.serve.evaluate import WINDOW_TOKENS, evaluate

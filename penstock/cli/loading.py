@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import Machine, file_to_write, where
@@ -13,6 +14,7 @@ from penstock.spec.ask import Ask
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
+    from penstock.serve.cached import Require
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
     from penstock.serve.source import Source
@@ -28,10 +30,13 @@ def packed_model(
     cache_limit: str | None = None,
     chat: bool = False,
     unpacked: bool = False,
+    sparsity: str = "auto",
+    require: Require | None = None,
 ) -> Source:
     """The packed model of MODEL. A model of the Hub is downloaded first, and a checkpoint is packed into the cache; a
-    device that is not here is refused before that. `chat`, `unpacked`: as for `resolve`. Raises BadRequest, and as
-    `resolve`."""
+    device that is not here is refused before that. `sparsity`: one that the checkpoint cannot have is refused before
+    that too. `chat`, `unpacked`, `require`: as for `resolve`. Raises BadRequest, and as `resolve`."""
+    from penstock.planner.firing import require_unpacked
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
@@ -49,6 +54,7 @@ def packed_model(
             chat=chat,
             where=where(),
             unpacked=unpacked,
+            require=require or partial(require_unpacked, sparsity),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,16 +52,14 @@ def profile(
     if work.sparsity in LOSSY:
         raise BadRequest(f"--sparsity {work.sparsity} leaves some out: a profile says what a model fires by itself")
     text, ask = read_text(file), work.ask(machine)
-    source = packed_model(model, weights, machine, cache_limit)
     from penstock.serve import levels, profiling
     from penstock.serve.planning import describe
     from penstock.store.profile_file import keep
 
+    require = profiling.require_counted if below is None else partial(levels.require, below)
+    source = packed_model(model, weights, machine, cache_limit, require=require)
     spec, _ = describe(source.folder, verify=not machine.no_verify)
-    if below is None and not (spec.is_routed or spec.fires):
-        raise BadRequest(
-            f"{source.folder} has no experts to count, and no ReLU: all its neurons fire (--below SHARE finds levels)"
-        )
+    require(spec, str(source.folder))
     window = min(profiling.WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     with loaded(source, ask, machine) as engine, progress() as tell:

@@ -121,7 +121,8 @@ def run(
         text = "" if chatting else read_prompt(prompt)
         # A plan of a file is for a packed model, and so is what routers say.
         unpacked = plan is None and record is None
-        source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked)
+        sparsity = work.sparsity if plan is None else plan.sparsity
+        source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked, sparsity)
         at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind
         if keep is not None and not source.spec(not machine.no_verify).is_routed:
             raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")

@@ -147,7 +147,8 @@ def serve(
     from penstock.serve.api.shelf import Shelf
 
     def load(called: str) -> Loaded:
-        source = packed_model(paths[called], weights, machine, cache_limit, chat=True)
+        sparsity = work.sparsity if plan is None else plan.sparsity
+        source = packed_model(paths[called], weights, machine, cache_limit, chat=True, sparsity=sparsity)
         return _load(called, source, ask, machine, plan, serving, kept)
 
     first = load(next(iter(paths)))

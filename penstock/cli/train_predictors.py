@@ -56,8 +56,10 @@ def train_predictors(
     if work.sparsity != "auto":
         raise BadRequest("predictors learn from what a model fires by itself: --sparsity is settled")
     text, ask = read_text(file), work.ask(machine)
-    source = packed_model(model, weights, machine, cache_limit)
     from penstock.serve import training
+
+    training.require_recall(recall)
+    source = packed_model(model, weights, machine, cache_limit, require=training.require_relu)
     from penstock.serve.planning import describe
     from penstock.serve.profiling import WINDOW_TOKENS
     from penstock.store import predictors

@@ -16,7 +16,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan, Predictor
-from penstock.spec.predictors import FORMAT, RANK_STEP, Predictors
+from penstock.spec.predictors import FORMAT, RANK_STEP, TRAIN, Predictors
 from penstock.spec.profile import FIRED_TOGETHER, Profile
 from penstock.units import format_bytes, round_up
 
@@ -156,6 +156,14 @@ def check_sparsity(ask: Ask, spec: ModelSpec, firing: Firing | None) -> None:
             )
         if ask.use_device:
             raise BadRequest("--sparsity threshold runs without a device, whose kernels leave nothing out yet")
+
+
+def require_unpacked(sparsity: str, spec: ModelSpec, where: str) -> None:
+    """Raises BadRequest for a sparsity that a checkpoint without a packed copy cannot have. Predictors and levels are
+    kept beside a copy, so packing it would end in a refusal. `where`: names the checkpoint."""
+    check_sparsity(Ask(sparsity=sparsity), spec, None)
+    if sparsity == "predict":
+        raise BadRequest(f"{where} has no predictors, which --sparsity predict needs: {TRAIN}")
 
 
 def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:

@@ -15,15 +15,19 @@ from penstock.errors import BadRequest, BrokenModel, StorageFailed
 from penstock.runtime.host import Progress
 from penstock.serve.before_packing import check_text_files
 from penstock.spec.format import Format
+from penstock.spec.model import ModelSpec
 from penstock.store import cache, copies
 from penstock.store.copies import Origin, Record
 from penstock.store.identity import Stamp, find_same, stamps, unchanged
 from penstock.store.locks import FolderLock
 from penstock.store.own import own_format
 from penstock.store.pack import pack
+from penstock.store.packed import read_config
 from penstock.store.unpacked import Unpacked
 from penstock.store.writer import Fill, Waiting, Writing, free_bytes, partial_of
 from penstock.units import format_bytes
+
+Require = Callable[[ModelSpec, str], None]
 
 # Another process may remove a copy between two looks at it. Where that happens so often in a row, something else is
 # wrong.
@@ -37,7 +41,9 @@ class Cached:
 
     `name`: with which the copy's name begins. `chat`: whether its chat template is parsed before it is packed.
     `within_bytes`: the most memory that this process may take; None: any. `limit_bytes`: of all copies together.
-    `verify`: whether its small files are compared with their checksums. `tell`: gets progress and news.
+    `verify`: whether its small files are compared with their checksums. `tell`: gets progress and news. `require`: is
+    called with the checkpoint's spec and its path where there is no copy yet, and raises BadRequest for a model that
+    need not be packed, since what is wanted of it would be refused after that.
     """
 
     checkpoint: Path
@@ -49,6 +55,7 @@ class Cached:
     limit_bytes: int | None = None
     verify: bool = True
     tell: Progress | None = None
+    require: Require | None = None
 
     def hold(self) -> tuple[Path, FolderLock]:
         """The copy's folder, and the lock that keeps it there. The copy is whole as far as can be told without reading
@@ -66,7 +73,10 @@ class Cached:
         """`make`: called with the files' stamps where there is no copy."""
         for _ in range(_TRIES):
             now = stamps(self.checkpoint)
-            folder = self._known_as_own(now) or self._find(now) or make(now)
+            there = self._known_as_own(now) or self._find(now)
+            if there is None and self.require is not None:
+                self.require(read_config(self.checkpoint)[1], str(self.checkpoint))
+            folder = there or make(now)
             if isinstance(folder, Unpacked):
                 return folder
             lock = copies.hold(folder)

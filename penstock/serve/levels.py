@@ -18,7 +18,7 @@ from penstock.runtime.activations import activations
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
 from penstock.serve.profiling import Fired, read
-from penstock.spec.model import FfnSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.profile import FIRED_TOGETHER, LayerLevel, Profile
 
 RUN_TOKENS = FIRED_TOGETHER[-1]
@@ -42,15 +42,19 @@ def find(
 ) -> tuple[LayerLevel, ...]:
     """The level of each layer, for a share `below` of its activations. Raises BadRequest for a model whose FFNs have a
     ReLU, or experts; for a share that makes no sense, and for a text of fewer than RUN_TOKENS tokens."""
-    packed = engine.packed
-    if not packed.spec.has_levels:
-        raise BadRequest(f"{packed.folder} has FFNs with a ReLU, or experts: --below is for activations without zeros")
-    if not 0 < below < 1:
-        raise BadRequest(f"--below {below:g} should be a share between 0 and 1")
+    require(below, engine.packed.spec, str(engine.packed.folder))
     if len(ids) < RUN_TOKENS:
         raise BadRequest(f"the text has {len(ids)} tokens; levels take {RUN_TOKENS} at least")
     inputs = _hear(engine, ids, on_progress)
     return tuple(_level(engine, layer, h, below) for layer, h in enumerate(inputs))
+
+
+def require(below: float, spec: ModelSpec, where: str) -> None:
+    """Raises BadRequest for a model that can have no levels, and for a share that makes no sense."""
+    if not spec.has_levels:
+        raise BadRequest(f"{where} has FFNs with a ReLU, or experts: --below is for activations without zeros")
+    if not 0 < below < 1:
+        raise BadRequest(f"--below {below:g} should be a share between 0 and 1")
 
 
 def _hear(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> list[Float32]:

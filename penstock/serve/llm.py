@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 from penstock.hubs.where import Where
+from penstock.planner.firing import require_unpacked
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
@@ -81,15 +83,6 @@ class LLM:
 
         folder = Path(cache) if cache else default_cache()
         within_bytes = _size(host_memory, "host_memory")
-        source = resolve(
-            str(model),
-            weights=weights,
-            cache=folder,
-            host_memory_bytes=within_bytes,
-            verify=verify,
-            on_progress=on_progress,
-            where=where,
-        )
         ask = Ask(
             batch=batch,
             context=context,
@@ -102,6 +95,16 @@ class LLM:
             attention=attention,
             score_rows=score_rows,
             use_device=device in ("cuda", "emulated"),
+        )
+        source = resolve(
+            str(model),
+            weights=weights,
+            cache=folder,
+            host_memory_bytes=within_bytes,
+            verify=verify,
+            on_progress=on_progress,
+            where=where,
+            require=partial(require_unpacked, sparsity),
         )
         tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
         how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)

@@ -15,7 +15,7 @@ from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
-from penstock.spec.model import FfnSpec
+from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.profile import FIRED_TOGETHER, Counting, FiringCounts, Profile
 
 WINDOW_TOKENS = 512
@@ -25,7 +25,7 @@ def profile(
     engine: Engine, text: str, name: str, most_tokens: int | None = None, on_progress: Progress | None = None
 ) -> Profile:
     """Reads at most `most_tokens` of the text. Raises BadRequest as `profile_ids` does."""
-    _check(engine)
+    require_counted(engine.packed.spec, str(engine.packed.folder))
     ids = engine.tokenizer.encode(text)[:most_tokens]
     return profile_ids(engine, ids, name, hashlib.sha256(text.encode()).hexdigest(), on_progress)
 
@@ -35,7 +35,7 @@ def profile_ids(
 ) -> Profile:
     """Reads tokens in windows of 512 (or the model's maximum). `name`, `text_sha256`: of the profile. Raises BadRequest
     for a model without experts and ReLUs, or where there are no tokens."""
-    _check(engine)
+    require_counted(engine.packed.spec, str(engine.packed.folder))
     if not ids:
         raise BadRequest("the text has no tokens")
     if engine.packed.spec.fires:
@@ -58,9 +58,12 @@ def profile_ids(
     return Profile(name, text_sha256, len(ids), tuple(counted.found() for counted in counting.values()))
 
 
-def _check(engine: Engine) -> None:
-    if not (engine.packed.spec.is_routed or engine.packed.spec.fires):
-        raise BadRequest(f"{engine.packed.folder} has no experts to count, and no ReLU: all of its neurons fire")
+def require_counted(spec: ModelSpec, where: str) -> None:
+    """Raises BadRequest for a model that has nothing to count. `where`: names it."""
+    if not (spec.is_routed or spec.fires):
+        raise BadRequest(
+            f"{where} has no experts to count, and no ReLU: all its neurons fire (--below SHARE finds levels)"
+        )
 
 
 def read(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> Iterator[None]:

@@ -11,7 +11,7 @@ from penstock.hubs.where import Where
 from penstock.runtime.host import Progress
 from penstock.serve import shapes
 from penstock.serve.before_packing import try_tokenizer
-from penstock.serve.cached import Cached
+from penstock.serve.cached import Cached, Require
 from penstock.serve.named import locate
 from penstock.serve.planning import describe
 from penstock.serve.tokenizer import Tokenizer
@@ -134,6 +134,7 @@ def resolve(
     chat: bool = False,
     where: Where | None = None,
     unpacked: bool = False,
+    require: Require | None = None,
 ) -> Source:
     """The packed model of `model`. A checkpoint is packed into `cache` the first time, and found there later.
 
@@ -142,10 +143,11 @@ def resolve(
     those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
     checksums. `chat`: whether the chat template is parsed before the model is packed. `where`: places to look for it
     besides paths. `unpacked`: a checkpoint that has no copy may be given as it is, to be loaded and packed after that.
-    Its tokenizer was not tried then: the caller opens it, and calls `Source.accept` before it loads.
+    Its tokenizer was not tried then: the caller opens it, and calls `Source.accept` before it loads. `require`: as for
+    `Cached`.
 
-    Raises BadRequest where `model` is no model; UnsupportedModel or BrokenModel where it cannot be packed;
-    StorageFailed.
+    Raises BadRequest where `model` is no model, and as `require`; UnsupportedModel or BrokenModel where it cannot be
+    packed; StorageFailed.
     """
     fmt = parse_format(weights) if weights else None
     located = locate(model, where or Where(), on_progress, describe)
@@ -171,7 +173,7 @@ def resolve(
     name = located.name or (name_of(path) if gguf else path.name)
     models = cache.absolute() / copies.MODELS
     kept = host_memory_bytes, cache_limit_bytes
-    cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress)
+    cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress, require)
     held = cached.hold_or_open() if unpacked else cached.hold()
     if isinstance(held, Unpacked):
         return Source(held.model.folder, None, cached, located.beside_bytes, held)

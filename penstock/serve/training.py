@@ -89,8 +89,7 @@ def train_ids(
     if ahead not in range(MOST_AHEAD + 1):
         raise BadRequest(f"predictors hear at most {MOST_AHEAD} layer before their own, not {ahead}")
     require_relu(packed.spec, str(packed.folder))
-    if not 0.5 <= recall < 1:
-        raise BadRequest(f"a recall of {recall:g} should be from 0.5 to less than 1")
+    require_recall(recall)
     if len(ids) > (most := most_tokens_of(packed.spec)):
         raise BadRequest(f"the text has {len(ids)} tokens; of this model at most {most} are heard (--tokens {most})")
     if len(ids) < LEAST_TOKENS:
@@ -135,6 +134,12 @@ def require_relu(spec: ModelSpec, where: str) -> None:
         raise BadRequest(f"{where} has no ReLU: all of its neurons fire, and there is nothing to foretell")
     if len(predicted_layers(spec)) < len(spec.layers):
         raise BadRequest(f"{where} has experts: predictors are for dense FFNs")
+
+
+def require_recall(recall: float) -> None:
+    """Raises BadRequest for a recall that training cannot be asked for."""
+    if not 0.5 <= recall < 1:
+        raise BadRequest(f"a recall of {recall:g} should be from 0.5 to less than 1")
 
 
 def _groups(spec: ModelSpec, layers: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -17,6 +17,7 @@ from penstock.spec.parts import Part, predictor_part
 from penstock.spec.profile import FIRED_TOGETHER, check_name
 
 SCHEMA, VERSION = "penstock.predictors", 1
+TRAIN = "train them: penstock train-predictors MODEL --text FILE"  # what to do where there are none
 FORMAT = Format("int8", 32)  # of their matrices
 MOST_RANK = 1 << 14
 MOST_AHEAD = 1  # layers

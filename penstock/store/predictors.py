@@ -19,14 +19,13 @@ from penstock.errors import BadRequest, BrokenModel
 from penstock.spec import predictors as spec_predictors
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part
-from penstock.spec.predictors import Predictors
+from penstock.spec.predictors import TRAIN, Predictors
 from penstock.store import manifest as manifests
 from penstock.store.files import Output, open_regular, read_bytes, reading, storage_errors
 from penstock.store.packed import Location, Packed, find_disks
 from penstock.units import round_up
 
 FILE = manifests.PREDICTORS
-TRAIN = "train them: penstock train-predictors MODEL --text FILE"
 _MAX_HEADER_BYTES = 16 << 20
 _KEY = "predictors"
 

@@ -23,8 +23,9 @@ CONFIG: dict[str, Any] = json.loads(TINY_CONFIGS["llama"])
 SMALL_SHARDS = 100_000  # the model becomes 5 shards
 
 
-def make_checkpoint(folder: Path, dtype: str = "F32") -> Path:
-    save_checkpoint(folder, CONFIG, dtype=dtype)
+def make_checkpoint(folder: Path, dtype: str = "F32", **keys: Any) -> Path:
+    """`keys`: of its config, in place of CONFIG's."""
+    save_checkpoint(folder, CONFIG | keys, dtype=dtype)
     for name, content in byte_tokenizer(spec_from_config(CONFIG, "test")).items():
         (folder / name).write_bytes(content)
     return folder

@@ -11,10 +11,12 @@ import pytest
 from penstock.errors import BadRequest
 from penstock.serve import training
 from penstock.serve.fitting import Heard, fit, rounded, with_recall
+from penstock.serve.llm import LLM
 from penstock.spec.parts import predictor_part
 from penstock.spec.predictors import FORMAT
 from penstock.store.packed import open_packed
 from penstock.store.predictors import FILE, keep, kept
+from tests.cpu.cached_copies import make_checkpoint
 from tests.cpu.commands import Call, refused
 from tests.cpu.engines import GREEDY, load, make_model
 from tests.cpu.test_neurons import relu_model
@@ -103,3 +105,33 @@ def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call
     assert call("plan", folder, "--context", "64").report["plan"]["sparsity"] == "exact"
     scores = call("eval", folder, text, "--sparsity", "predict", "--against", folder, "--json").report
     assert scores["kl"] >= 0 and json.dumps(scores)
+
+
+def test_what_no_packed_copy_would_have_is_refused_before_packing(tmp_path: Path, call: Call, cache: Path) -> None:
+    """Predictors and levels lie beside a copy: a checkpoint without one has none, and is not packed to find that."""
+    text, requests = tmp_path / "text.txt", tmp_path / "in.jsonl"
+    text.write_text("a text of some words. " * 200)
+    requests.write_text("{}\n")
+    relu, silu = (make_checkpoint(tmp_path / act, hidden_act=act) for act in ("relu", "silu"))
+    predict, threshold = ("--sparsity", "predict"), ("--sparsity", "threshold")
+    for arguments, error in (
+        (("run", relu, "x", *predict), "no predictors"),
+        (("eval", relu, text, *predict), "no predictors"),
+        (("bench", relu, *predict), "no predictors"),
+        (("batch", requests, tmp_path / "out.jsonl", "--model", relu, *predict), "no predictors"),
+        (("eval", silu, text, *predict), "no ReLU"),
+        (("eval", silu, text, *threshold), "no levels are known"),
+        (("bench", relu, *threshold), "has a ReLU"),
+        (("profile", silu, text), "no ReLU"),
+        (("profile", relu, text, "--below", "0.5"), "for activations without zeros"),
+        (("profile", silu, text, "--below", "1.5"), "should be a share"),
+        (("train-predictors", silu, "--text", text), "no ReLU"),
+        (("train-predictors", relu, "--text", text, "--recall", "0.1"), "recall of 0.1"),
+    ):
+        name, *others = arguments
+        refused(call(str(name), *others), error)
+        assert not list(cache.glob("models/*")), arguments
+    for sparsity, error in (("predict", "no predictors"), ("most", "should be one of")):
+        with pytest.raises(BadRequest, match=error):
+            LLM(relu, sparsity=sparsity, cache=cache)
+        assert not list(cache.glob("models/*")), sparsity

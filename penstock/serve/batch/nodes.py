@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadRequest, DeviceFailed, PenstockError
@@ -108,6 +109,7 @@ class Answerer:
     BadRequest where the node's model is another one."""
 
     def __init__(self, work: NodeWork) -> None:
+        from penstock.planner.firing import require_unpacked
         from penstock.serve.batch.sizing import best_ask
         from penstock.serve.batch.survey import Survey, Todo
         from penstock.serve.engine import Engine
@@ -122,6 +124,7 @@ class Answerer:
             host_memory_bytes=ask.host_memory_bytes,
             verify=how.verify,
             chat=True,
+            require=partial(require_unpacked, ask.sparsity),
         )
         if model_sha256(source.folder) != work.sha256:
             raise BadRequest(f"{work.model} is another model on this node")
