@@ -146,6 +146,7 @@ def run(
         # Whoever reads JSON, a trace or a record wants figures of passes that nothing was done beside.
         ahead = () if as_json or chatting or work.batch > 1 or traced is not None or keep is not None else ids
         with (
+            source.naming(),  # the tokenizer may refuse what the answer asks of it
             loaded(source, ask, machine, plan, traced, tokenizer, prompt=ahead, copy_first=chatting) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):

@@ -20,6 +20,7 @@ import pytest
 from penstock.errors import BrokenModel, PenstockError, StorageFailed
 from penstock.serve.engine import Engine
 from penstock.serve.source import resolve
+from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import parse_format
 from penstock.store.locks import lock_folder
 from penstock.store.pack import pack
@@ -214,3 +215,17 @@ def test_small_files_are_removed_at_the_end(
     done = here(capsys, "run", checkpoint, *asked, "--cache", cache, "--max-tokens", "2", "--json")
     assert (done.code == 0) == (asked == ["abc"])
     assert list(made.iterdir()) == []
+
+
+def test_an_error_in_the_answer_names_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is opened where its small files were put, and may refuse what the answer asks of it."""
+
+    def refuse(tokenizer: Tokenizer, *_: object, **__: object) -> None:
+        raise BrokenModel(f"{tokenizer.folder / 'tokenizer.json'}: decoding an answer with it fails")
+
+    monkeypatch.setattr(Tokenizer, "stream", refuse)
+    ran = here(capsys, "run", checkpoint, "a b", "--json", "--raw", "--cache", machine_cache(tmp_path / "cache"))
+    says = f"{checkpoint / 'tokenizer.json'}: decoding an answer with it fails"
+    assert ran.code == 2 and ran.report["error"]["message"] == says
