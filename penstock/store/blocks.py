@@ -27,6 +27,7 @@ from penstock.store.header import KINDS
 Array = npt.NDArray[Any]
 
 _LARGEST_EXPONENT = 252  # of MXFP4, whose largest number is 6 · 2^(252 - 127)
+_LINE_BYTES = 64
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
 _Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
 
@@ -82,6 +83,22 @@ def encode_blocks(
         raise BrokenModel("NaN or infinite scales")
     into[:, tiles(len(raw)) * fmt.tile_bytes(cols) :] = 0
     return out
+
+
+def widened(raw: Array, gguf_type: str, cols: int, first_column: int = 0) -> npt.NDArray[np.float32]:
+    """As `encode_blocks`, but the numbers themselves, float32 [r, cols]. Raises BrokenModel as it does."""
+    fmt = format_of(gguf_type)
+    assert fmt is not None
+    rows, nbytes = len(raw), fmt.matrix_bytes(len(raw), cols)
+    memory = np.empty(nbytes + _LINE_BYTES, np.uint8)
+    tiled = memory[-memory.ctypes.data % _LINE_BYTES :][:nbytes]
+    encode_blocks(raw, gguf_type, rows, cols, first_column, tiled)
+    wide, numbers = np.empty((rows, cols), np.float32), np.arange(rows, dtype=np.int32)
+    _native.Compute("portable", 1).gather(
+        weights=tiled.ctypes.data, count=1, stride=nbytes, matrix=_native.Matrix(rows, cols, fmt.kind, fmt.group, 0),
+        tokens=numbers.ctypes.data, t=rows, rows=wide.ctypes.data,
+    )  # fmt: skip
+    return wide
 
 
 def is_finite(packed: Array, cols: int, fmt: Format) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,16 @@ from pathlib import Path
 from penstock.errors import BadRequest, UnsupportedModel
 from penstock.spec.format import FLOAT32, Format, mixture
 from penstock.spec.model import ModelSpec
+from penstock.spec.one_input import laid_out_alike
 from penstock.spec.parts import PINNED, parts
 from penstock.store.blocks import format_of
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import mixture_label
-from penstock.store.header import KINDS, TensorInfo
+from penstock.store.header import KINDS, TensorInfo, quoted
 from penstock.store.packed import read_config, read_opened
 from penstock.store.sources import sources_in
+from penstock.units import format_bytes
 
 
 def own_format(src: Path) -> Format:
@@ -40,7 +43,8 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     """The formats that hold every matrix exactly. `spec`: with `own_dtype`. Where all are floats in a folder they get
-    the same format, else each its own. Raises UnsupportedModel for formats that a model cannot have."""
+    the same format, else each its own (but for `laid_out_alike`). Raises UnsupportedModel for formats that a model
+    cannot have."""
     if checkpoint.gguf is None and _dtypes(checkpoint, spec) <= KINDS.keys():
         return Format(spec.dtype)
     table: dict[str, Format] = {}
@@ -49,12 +53,28 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
         assert fmt is not None  # `weights` has found it
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
-    mixed = mixture(table, mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
+    mixed = mixture(laid_out_alike(table), mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
     try:
         parts(spec, mixed)
     except BadRequest as error:
         raise UnsupportedModel(f"{checkpoint.folder}: {error.message}") from None
     return mixed
+
+
+def tell_widened(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:
+    """Warns of matrices that `own` has in more bytes than the checkpoint (`laid_out_alike`)."""
+    widened = {
+        tensor.name: tensor.nbytes
+        for key, block, _, tensor in _matrices(checkpoint, spec)
+        if tensor.dtype not in KINDS and own.of(key, block) == FLOAT32
+    }
+    if widened:
+        size = format_bytes(sum(widened.values()))
+        warnings.warn(
+            f"{checkpoint.folder}: {len(widened)} quantised matrices ({size}) are held in float32, since floats"
+            f" multiply the same rows: {quoted(min(widened))}",
+            stacklevel=2,
+        )
 
 
 def require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:

@@ -30,7 +30,7 @@ from penstock.store.files import MAX_COPIED_BYTES, read_bytes
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import gguf_text_files
 from penstock.store.manifest import CONFIG, COPIED
-from penstock.store.own import own_dtype, own_weights, require_floats
+from penstock.store.own import own_dtype, own_weights, require_floats, tell_widened
 from penstock.store.packed import is_packed, read_config, read_opened
 from penstock.store.packing import Packing
 from penstock.store.profile_file import file_of
@@ -116,6 +116,7 @@ def opened(src: Path, weights: Format | None, profile: Profile | None = None) ->
             if spec.fires:
                 packing = replace(packing, orders=packing.moved)
         check_unused(checkpoint, config, spec)
+        tell_widened(checkpoint, spec, weights)
         yield packing
 
 

@@ -24,7 +24,7 @@ from penstock.spec import codec
 from penstock.spec.format import Format
 from penstock.spec.order import NeuronOrder
 from penstock.spec.parts import PAGE_BYTES, PINNED, Block, Part
-from penstock.store.blocks import encode_blocks
+from penstock.store.blocks import encode_blocks, format_of, widened
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.files import storage_errors, write_bytes
 from penstock.store.header import KINDS, TensorInfo, quoted
@@ -172,7 +172,7 @@ class Packing:
                 encode_blocks(raw, tensor.dtype, block.rows, block.cols, start, into)
                 return
             for i in range(hi - lo):
-                encode_blocks(raw[i * extent :][:extent], tensor.dtype, block.rows, block.cols, 0, into[i])
+                _encode_blocks(raw[i * extent :][:extent], tensor.dtype, block, 0, into[i])
 
     def _order(self, part: Part, source: TensorSource) -> array[int] | None:
         """The order in which an FFN's neurons are taken from a tensor. Columns that have an order of their own are in
@@ -212,7 +212,7 @@ class Packing:
         with _named(tensor):
             into = granule[block.offset : block.offset + block.nbytes]
             if tensor.dtype not in KINDS:
-                encode_blocks(raw, tensor.dtype, block.rows, block.cols, start if source.axis == 1 else 0, into)
+                _encode_blocks(raw, tensor.dtype, block, start if source.axis == 1 else 0, into)
                 return
             if source.added:
                 raw = widen(raw) - np.float32(source.added)
@@ -220,6 +220,15 @@ class Packing:
                 encode_rows(raw.T if source.axis == 1 else raw, block, granule)
                 return
             encode(raw.reshape(1, -1) if one_dim else raw, block.format, block.rows, block.cols, into, block.tiled)
+
+
+def _encode_blocks(raw: npt.NDArray[Any], dtype: str, block: Block, first_column: int, into: npt.NDArray[Any]) -> None:
+    """Rows of a tensor in blocks, uint8 [r, bytes of a row], as a granule's block: as they are, or widened where it has
+    another format (`spec.one_input`)."""
+    if format_of(dtype) == block.format:
+        encode_blocks(raw, dtype, block.rows, block.cols, first_column, into)
+    else:
+        encode(widened(raw, dtype, block.cols, first_column), block.format, block.rows, block.cols, into, block.tiled)
 
 
 @contextmanager

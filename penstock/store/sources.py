@@ -11,12 +11,10 @@ from penstock.errors import UnsupportedModel
 from penstock.models import TensorSource, sources, stacked_sources
 from penstock.models.gguf import gguf_sources
 from penstock.spec.model import ModelSpec
+from penstock.spec.one_input import ONE_INPUT
 from penstock.spec.parts import Part
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.header import quoted
-
-# Matrices that multiply the same input, so that it can lie in one order only.
-_ONE_INPUT = (("q", "k", "v"), ("gate", "up"))
 
 
 def sources_in(checkpoint: Checkpoint, spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
@@ -40,7 +38,7 @@ def moved_neurons(
     for part in parts:
         if part.kind in ("embed", "head"):
             _require_no_order(checkpoint, sources[part.key, "rows"].tensor)
-        for names in _ONE_INPUT:
+        for names in ONE_INPUT:  # which can lie in one order only
             tensors = [sources[part.key, block.name].tensor for block in part.blocks if block.name in names]
             for other in tensors[1:]:
                 if not np.array_equal(checkpoint.order_of(tensors[0]), checkpoint.order_of(other)):

@@ -169,9 +169,31 @@ def test_a_mixture_keeps_all_its_formats(file_type: int | None, name: str, tmp_p
     assert formats["0.attn.q"] == formats["1.ffn.down"] == formats["0.ffn.up"] == "q4_k"
 
 
-def test_matrices_of_one_input_have_groups_of_one_size(tmp_path: Path) -> None:
-    gguf_models.convert(TALE, tmp_path / "a.gguf", lambda name: Kind.F16 if "attn_v" in name else Kind.Q4_0)
-    with pytest.raises(UnsupportedModel, match="v in float16: kernels take them in formats with groups of as many"):
+# What is left so in the second layer of a quantised file.
+LEFT = {"attn_v": Kind.F16, "ffn_gate": Kind.BF16, "attn_output": Kind.F16}
+
+
+@pytest.mark.filterwarnings("ignore:.*held in float32")
+@pytest.mark.parametrize("kind", [*TRAINED, *RANDOM], ids=lambda kind: kind.name)
+def test_what_is_beside_floats_of_one_input_is_widened(kind: Kind, tmp_path: Path) -> None:
+    """Some files keep a few matrices of a layer in 16 bits. The numbers of the others stay those of the file."""
+
+    def choose(name: str) -> Kind:
+        return next((left for part, left in LEFT.items() if f"1.{part}" in name), kind)
+
+    held = gguf_models.convert(ROOT / "bench/tale-relu", tmp_path / "file.gguf", choose)
+    same_numbers(tmp_path / "file.gguf", held, tmp_path)
+    kept = open_packed(tmp_path / "kept").parts
+    plain = {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
+    formats = {f"{key}.{b.name}": b.format.name for key, part in kept.items() for b in part.blocks if b.tiled}
+    assert formats["1.attn.q"] == formats["1.attn.k"] == formats["1.ffn.up"] == plain
+    assert formats["1.attn.v"] == formats["1.attn.o"] == "float16" and formats["1.ffn.gate"] == "bfloat16"
+    assert formats["1.ffn.down"] == formats["0.attn.q"] == formats["0.ffn.up"]
+
+
+def test_what_is_widened_is_told(tmp_path: Path) -> None:
+    gguf_models.convert(TALE, tmp_path / "a.gguf", lambda name: Kind.F16 if "1.attn_v" in name else Kind.Q4_0)
+    with pytest.warns(UserWarning, match=r"2 quantised matrices \(.*KiB\) are held in float32.*'blk.1.attn_k.weight'"):
         pack(tmp_path / "a.gguf", tmp_path / "packed")
 
 

@@ -188,6 +188,26 @@ def test_experts_and_matrices_that_were_left(tmp_path: Path) -> None:
     same_answers(kept, tmp_path / "q-wide", variant)
 
 
+@pytest.mark.filterwarnings("ignore:.*held in float32")
+@pytest.mark.parametrize("name", ["gptq-8", "awq-128", "packed-zeros", "int8", "float8-rows"])
+def test_matrices_beside_floats_of_one_input_are_widened(name: str, tmp_path: Path) -> None:
+    """k was left as it was, so q and v are float32 here, with the checkpoint's numbers."""
+    variant, quantise, config, kind = CASES[name]
+    key = "ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
+    config = config | {key: ["lm_head", "re:.*k_proj"] if key == "ignore" else ["k_proj"]}
+    if config["quant_method"] == "gptq":
+        config = config | {"dynamic": {"-:.*k_proj": {}}}
+    folder = folder_of(tmp_path, variant, quantise, config, skip=("k_proj",))
+    model = open_packed(pack(folder, tmp_path / "kept"))
+    assert {b.name: b.format.name for b in model.parts["1.attn"].blocks if b.tiled} == {
+        "q": "float32", "k": "float32", "v": "float32", "o": kind,
+    }  # fmt: skip
+    assert describe(folder)[1] == own_format(folder) == model.weights
+    (folder / "model.safetensors").unlink()
+    assert describe(folder / "config.json")[1] == model.weights
+    same_answers(tmp_path / "kept", tmp_path / "q-wide", variant)
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed"])
 def test_codes_that_config_json_says_nothing_of(name: str, tmp_path: Path) -> None:
     """Old folders say how they were quantised in a file of their own."""
