@@ -37,12 +37,13 @@ def train_predictors(
     ] = 0.98,
     seed: Annotated[int, Option("--seed", min=0, help="The same seed gives the same predictors.")] = 0,
     ahead: Annotated[
-        bool,
+        bool | None,
         Option(
-            "--ahead",
-            help="Foretell one layer ahead, so that a disk need not wait between layers; costs more false alarms.",
+            "--ahead/--no-ahead",
+            help="Foretell one layer ahead, so that a disk need not wait between layers; costs more false alarms."
+            " Default: where neurons lie on the disk within the limits given here.",
         ),
-    ] = False,
+    ] = None,
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
@@ -71,6 +72,12 @@ def train_predictors(
     beside = training.beside_bytes(spec, fmt)
     with loaded(source, ask, machine, beside_bytes=beside) as engine, progress() as tell:
         name = Path(file).name
+        if ahead is None:
+            ahead = training.is_for_disk(engine.plan)
+            if ahead:
+                note(
+                    "trains them to foretell one layer ahead, since neurons lie on the disk here (--no-ahead does not)"
+                )
         trained = training.train(
             engine, text, name, recall=recall, seed=seed, most_tokens=tokens, ahead=int(ahead), on_progress=tell
         )

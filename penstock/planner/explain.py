@@ -51,6 +51,7 @@ _LANES: dict[Lane, str] = {
     GPU.to_device: "the link to the device",
     GPU.to_host: "the link from the device",
 }
+_PAYS = 0.02  # a smaller gain is worth no command
 _SAME = 0.005  # a smaller relative change of speed counts as none
 
 
@@ -115,7 +116,7 @@ def table(
         changes = [] if what_if is None else others(solved, what_if, ask)
         blocks += [_speed(p, band), changes, [*cannot_run, *_not_yet(solved)], [f"· {r}" for r in solved.reasons]]
     else:
-        advised = [] if what_if is None else [advice(solved, what_if)]
+        advised = [] if what_if is None else [advice(solved, what_if), *commands(solved, what_if)]
         blocks.append([*_promise(p, band), *advised, *cannot_run])
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -263,6 +264,13 @@ def advice(solved: Solved, what_if: WhatIf) -> str:
     return f"faster: {what} would give {rate(speed)} tokens/s ({gain(speed, now):+.0%})"
 
 
+def commands(solved: Solved, what_if: WhatIf) -> list[str]:
+    """Lines about commands of ours that would make the plan faster."""
+    now = solved.prediction.decode_tokens_per_s
+    gains = [(what, p.decode_tokens_per_s) for what, p in what_if.commands if gain(p.decode_tokens_per_s, now) >= _PAYS]
+    return [f"faster: {what} would give {rate(then)} tokens/s ({gain(then, now):+.0%})" for what, then in gains]
+
+
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
     """Lines about the speed with one more GiB of RAM or of device memory, with a faster disk or link, and in other
     formats."""
@@ -293,7 +301,7 @@ def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:
         name, faster = solved.plan.target.weights.name, fastest.decode_tokens_per_s > now * (1 + _SAME)
         verdict = f"{best.name} would be faster" if faster else f"none is faster than {name}"
         lines.append(f"in other formats, tokens/s: {speeds} ({verdict})")
-    return lines
+    return lines + commands(solved, what_if)
 
 
 def gain(then: float, now: float) -> float:

@@ -20,6 +20,7 @@ from penstock.graph.arenas import neurons_of
 from penstock.graph.lower import Lowering
 from penstock.graph.ops import Fire, Predict, Route
 from penstock.graph.tasks import Call, Pass
+from penstock.planner.activity import published
 from penstock.spec.answers import RouterAnswers
 from penstock.spec.model import ModelSpec, Routed
 from penstock.spec.parts import GRANULE_ROWS
@@ -102,6 +103,23 @@ def called(spec: ModelSpec, predictors: Predictors, known: RouterTrace | None) -
         fires.append(_scaled(rates, share).tobytes())
     source = predictors.source if known is None else known.source
     return RouterTrace(((),) * len(fires), source, fires=tuple(fires))
+
+
+@lru_cache(maxsize=8)
+def stated_firing(spec: ModelSpec) -> RouterTrace | None:
+    """The rates at which PowerInfer's figures say that neurons of such models fire, of neurons in no order. None if it
+    publishes nothing of such models."""
+    known = published(spec)
+    if known is None:
+        return None
+    orders = dict[int, list[int]]()
+    fires = []
+    for layer, granules in zip(spec.layers, known.layers, strict=True):
+        neurons = layer.ffns[0].neurons
+        if neurons not in orders:
+            orders[neurons] = random.Random(neurons).sample(range(neurons), neurons)
+        fires.append(array("f", (granules[i // GRANULE_ROWS] for i in orders[neurons])).tobytes())
+    return RouterTrace(((),) * len(fires), known.source, fires=tuple(fires))
 
 
 def _scaled(rates: Sequence[float], share: float) -> array[float]:

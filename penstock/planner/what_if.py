@@ -6,17 +6,18 @@ Solvers for a device are imported only if there is one. Importing them takes lon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from types import ModuleType
 
 from penstock.errors import DoesNotFit
+from penstock.graph.records import may_be_asked
 from penstock.planner.bound import least_score_s, score_s
 from penstock.planner.candidate import WHOLE, Candidate
-from penstock.planner.firing import Firing
+from penstock.planner.firing import Firing, expected, foretold_of
 from penstock.planner.predict import Prediction
-from penstock.planner.routing import RouterTrace
+from penstock.planner.routing import RouterTrace, stated_firing
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.ours import ram
@@ -28,6 +29,7 @@ from penstock.spec.places import GPU, Lane, is_disk, is_link
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
+_AS_PUBLISHED = ", if as few neurons fire as PowerInfer publishes of such models,"
 _LOOKED_AT = 2  # so many candidates of a solver are planned. The best come first, and each takes some 40 ms
 _MOST_LOOKED_AT = 4  # the same for a model with experts, whose homes make more kinds of plans
 _USUAL_RING_BYTES = 64 * MIB  # of equally fast plans the solver takes the one that reads least: it has a small ring
@@ -40,6 +42,7 @@ class WhatIf:
     one_more_gib, one_more_device_gib  with one more GiB of RAM, or of device memory; None if it would hold nothing more
     other_formats   (number format, prediction) of the other formats that fit
     faster_disk, faster_link  with the disk or the link twice as fast, both ways; None if the plan does not use it
+    commands        (what to do, prediction) of what commands of ours would make known of neurons on the disk
     """
 
     one_more_gib: Prediction | None = None
@@ -47,6 +50,7 @@ class WhatIf:
     other_formats: tuple[tuple[Format, Prediction], ...] = ()
     faster_disk: Prediction | None = None
     faster_link: Prediction | None = None
+    commands: tuple[tuple[str, Prediction], ...] = ()
 
 
 def what_if(
@@ -66,7 +70,7 @@ def what_if(
     disk, link = (with_faster(solved, problem.ask, machine, which, trace) for which in (is_disk, is_link))
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
-        return WhatIf(more, None, formats, disk, link)
+        return WhatIf(more, None, formats, disk, link, tuple(with_more_known(solved, problem)))
     from penstock.planner.solve import pipo
 
     more = more_device = None
@@ -91,6 +95,34 @@ def with_faster(
     if not any(map(which, solved.prediction.lane_share)):
         return None
     return quick(solved.plan, ask, machine.faster(which, 2), spread=False, trace=trace, kept=solved.tasks)
+
+
+def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, Prediction]]:
+    """What commands of ours would make known of neurons on the disk, and the prediction of the plan that it would
+    allow: a profile, so that the disk is asked for the neurons that fire; predictors that hear the layer before theirs,
+    so that the disk need not wait for them."""
+    on_disk = any(is_disk(unit.home) and unit.part.endswith(".ffn") for unit in solved.plan.units)
+    if not on_disk or not all(may_be_asked(part, problem.sparsity) for part in problem.of_kind("ffn")):
+        return
+    known = problem.trace if problem.trace is not None and any(problem.trace.fires) else None
+    trace, firing, alike = known or stated_firing(problem.spec), problem.firing, "" if known else _AS_PUBLISHED
+    if trace is None:
+        return
+    if problem.sparsity == "exact" and known is None:
+        what = f"`penstock profile MODEL FILE`{alike}"
+    elif problem.sparsity == "predict" and not any(each.ahead for each in problem.predictors):
+        what = f"`penstock train-predictors MODEL --text FILE --ahead`{alike}"
+        foretold = foretold_of(problem.spec, firing)
+        assert foretold is not None, "check_sparsity has seen it"
+        later = tuple(replace(each, ahead=1) for each in foretold.predictors)
+        firing = replace(firing or expected(problem.spec), foretold=replace(foretold, predictors=later))
+    else:
+        return
+    knowing = replace(problem, trace=trace, firing=firing)
+    plans = [each.plan for each in ram.candidates(knowing) if any(unit.asked for unit in each.plan.units)]
+    if plans:  # one alone is simulated: a model of 32 layers takes a second
+        best = min(plans, key=lambda plan: least_score_s(plan, problem.ask, problem.cost))
+        yield what, quick(best, problem.ask, problem.machine, False, trace)
 
 
 def more_memory(problem: Problem, ring_bytes: int = 0) -> Prediction | None:

@@ -43,7 +43,7 @@ def test_json(call: Call, model: Path) -> None:
     done = call("plan", model, "--resident", "300KiB")
     assert done.code == 0, done
     report = done.report
-    more = {"one_more_gib", "one_more_device_gib", "faster_disk", "faster_link", "other_formats"}
+    more = {"one_more_gib", "one_more_device_gib", "faster_disk", "faster_link", "other_formats", "commands"}
     chosen = {"plan", "predicted", "strategy", "cannot_run", "not_yet", "reasons", "rates"}
     assert {*chosen, "limits", "band", "compared", *more} == set(report)
     band, p = report["band"], report["predicted"]

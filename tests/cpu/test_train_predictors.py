@@ -100,6 +100,10 @@ def test_train_predictors_refuses_what_makes_no_sense(tmp_path: Path, call: Call
     report = call("train-predictors", folder, "--text", text, "--json").report
     assert report["ahead"] == 0
     assert report["file"] == str(folder / FILE) and 0 < report["recall"] <= 1 and len(report["layers"]) >= 1
+    within = ("--resident", "1KiB")  # of weights in memory
+    report = call("train-predictors", folder, "--text", text, "--json", *within).report
+    assert report["ahead"] == 1  # neurons lie on the disk
+    assert call("train-predictors", folder, "--text", text, "--json", "--no-ahead", *within).report["ahead"] == 0
     planned = call("plan", folder, "--context", "64", "--sparsity", "predict").report
     assert planned["plan"]["sparsity"] == "predict" and planned["plan"]["predictors"]
     assert call("plan", folder, "--context", "64").report["plan"]["sparsity"] == "exact"

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.models import spec_from_config
+from penstock.planner import explain
+from penstock.planner.firing import expected, expected_predictors
 from penstock.planner.predict import predict
+from penstock.planner.routing import stated_firing
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, flexgen, pipo, settle_context, solve
 from penstock.planner.solve.ours import device, ram
@@ -17,7 +21,7 @@ from penstock.planner.what_if import more_memory, other_formats, what_if
 from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
-from penstock.spec.machine import Capacity, MachineSpec
+from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 
@@ -25,6 +29,13 @@ MIB = 1 << 20
 BF16, INT4 = Format("bfloat16"), parse_format("int4")
 LLAMA_8B = model(32, 4096, 32, 8, 14336, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
 LLAMA_70B = model(80, 8192, 64, 8, 28672, dtype="bfloat16", vocab=128256, max_positions=131072, tied=False)
+
+
+OPT = {
+    "model_type": "opt", "vocab_size": 300, "hidden_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 256,
+    "ffn_dim": 4096, "num_attention_heads": 8, "word_embed_proj_dim": 512, "do_layer_norm_before": True,
+    "activation_function": "relu", "torch_dtype": "float16",
+}  # fmt: skip
 
 
 def settled(ask: Ask, spec: ModelSpec, weights: Format, machine: MachineSpec) -> Problem:
@@ -212,3 +223,46 @@ def test_plans_that_are_not_simulated_could_not_have_won(cpu: float, limit_mib: 
     scores = [score_s(plan) for plan in plans]
     equal = [plan for plan, score in zip(plans, scores, strict=True) if score <= 1.05 * min(scores)]
     assert solve(ask, LLAMA_1B, BF16, machine).plan == min(equal, key=lambda plan: sum(streamed(plan).values()))
+
+
+def test_what_would_be_known_of_neurons_on_the_disk() -> None:
+    """A profile where nobody knows who fires, predictors one layer ahead where they hear their own; nothing where that
+    is known, where all is in memory, or where all neurons fire. The figures are those of the plans that are made then,
+    or nearly: one of them alone is looked at."""
+    opt, (weights, records) = spec_from_config(OPT, "test"), map(parse_format, ("float32-neurons", "float32-records"))
+    reads = tuple(Rate("disk0", op, "*", 1e-5, 4e-10) for op in ("kv_load", "pick"))
+    machine, ask = replace(MACHINE, rates=(*MACHINE.rates, *reads)), Ask(context=128)
+    ask = replace(ask, host_memory_bytes=MACHINE.process_bytes + 42 * MIB)
+    published, unknown = stated_firing(opt), solve(ask, opt, weights, machine)
+    assert published is not None
+    ((what, then),) = what_if(unknown, ask, machine).commands
+    assert "penstock profile MODEL FILE" in what and "PowerInfer publishes" in what
+    known = solve(ask, opt, weights, machine, trace=published)
+    assert any(unit.asked for unit in known.plan.units) and not any(unit.asked for unit in unknown.plan.units)
+    assert then.decode_tokens_per_s == pytest.approx(known.prediction.decode_tokens_per_s, rel=0.25)
+    assert then.decode_tokens_per_s > 1.02 * unknown.prediction.decode_tokens_per_s
+    table = explain.table(unknown, ask, machine, None, what_if(unknown, ask, machine), why=False)
+    assert f"faster: {what} would give" in table
+    assert any("and a profile tells which ones fire" in reason for reason in unknown.reasons)
+    assert not what_if(known, ask, machine, published).commands
+
+    predict, own = replace(ask, sparsity="predict"), expected_predictors(opt)
+    assert own is not None
+    firing = replace(expected(opt), foretold=own)
+    solved = solve(predict, opt, records, machine, trace=published, firing=firing)
+    assert any(unit.asked for unit in solved.plan.units)
+    assert any("the disk waits for each layer's predictor" in reason for reason in solved.reasons)
+    ((what, _),) = what_if(solved, predict, machine, published, firing).commands
+    assert "--ahead" in what and "PowerInfer" not in what
+    ahead = replace(own, predictors=tuple(replace(each, ahead=1) for each in own.predictors))
+    firing = replace(firing, foretold=ahead)
+    later = solve(predict, opt, records, machine, trace=published, firing=firing)
+    assert not what_if(later, predict, machine, published, firing).commands
+    assert not any("waits for" in reason for reason in later.reasons)
+
+    for fmt, sparsity, spec in ((weights, "off", opt), (INT4, "auto", opt), (weights, "auto", LLAMA_1B)):
+        one = replace(ask, sparsity=sparsity)
+        assert not what_if(solve(one, spec, fmt, machine), one, machine).commands
+    assert not what_if(solve(Ask(), opt, weights, machine), Ask(), machine).commands
+    in_ram = solve(Ask(sparsity="predict"), opt, records, machine, firing=firing)
+    assert any("predictors of their own layer" in reason for reason in in_ram.reasons)
