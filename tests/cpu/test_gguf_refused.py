@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
 
 from penstock.errors import BrokenModel, PenstockError, StorageFailed, UnsupportedModel
+from penstock.models.gguf import config_from_gguf
 from penstock.spec.format import FLOAT32
 from penstock.spec.parts import parts
 from penstock.store.checkpoint import Checkpoint
@@ -200,8 +201,6 @@ def test_text_files_are_tried_before_packing(tmp_path: Path, capsys: pytest.Capt
 
 def test_gemma_of_46_layers_scales_queries_by_its_width() -> None:
     """The largest Gemma 2: a head has 128, and hidden_size / heads is 144."""
-    from penstock.models.gguf import config_from_gguf
-
     metadata = {
         "general.architecture": "gemma2", "gemma2.block_count": 46, "gemma2.embedding_length": 4608,
         "gemma2.attention.head_count": 32, "gemma2.attention.key_length": 128, "gemma2.context_length": 8192,
@@ -212,6 +211,18 @@ def test_gemma_of_46_layers_scales_queries_by_its_width() -> None:
     assert config_from_gguf({**metadata, "gemma2.block_count": 42}, {"token_embd.weight": (9, 4608)}, {}, "")[
         "query_pre_attn_scalar"
     ] == 128  # fmt: skip
+
+
+@pytest.mark.parametrize("window, expected", [(None, None), (0, None), (2047, 2047), (4096, None)])
+def test_phi_4_says_that_its_window_is_0(window: int | None, expected: int | None) -> None:
+    metadata = {
+        "general.architecture": "phi3", "phi3.block_count": 40, "phi3.embedding_length": 5120,
+        "phi3.attention.head_count": 40, "phi3.attention.head_count_kv": 10, "phi3.context_length": 4096,
+        "phi3.attention.layer_norm_rms_epsilon": 1e-5, "phi3.feed_forward_length": 17920,
+    }  # fmt: skip
+    metadata |= {} if window is None else {"phi3.attention.sliding_window": window}
+    config = config_from_gguf(metadata, {"token_embd.weight": (100352, 5120)}, {}, "a.gguf")
+    assert config["sliding_window"] == expected
 
 
 def test_the_config_is_json(tmp_path: Path) -> None:

@@ -254,8 +254,9 @@ def _layer_types(file: _File, every: int) -> list[str]:
 
 
 def _phi3(file: _File) -> dict[str, Any]:
+    """Phi-4's files have a window of 0: none."""
     config = _common(file, "phi3", intermediate_size=file.whole("feed_forward_length"))
-    window = file.keys.optional_whole("attention.sliding_window", None)
+    window = file.keys.whole("attention.sliding_window", 0, lo=0)
     return {**config, "sliding_window": window if window and window < config["max_position_embeddings"] else None}
 
 
