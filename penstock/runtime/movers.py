@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock import _native
-from penstock.errors import DamagedModel, PenstockError, StorageFailed
+from penstock.errors import BrokenModel, PenstockError, StorageFailed
 from penstock.spec.machine import PICKS_IN_FLIGHT, experts_in_flight
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
@@ -77,7 +77,7 @@ class FileRange:
         why = os.strerror(error.errno or 0)
         return StorageFailed(f"reading {self.path} at {self.offset + arrived} failed: {why}")
 
-    def damaged(self, error: _native.Damaged) -> DamagedModel:
+    def damaged(self, error: _native.Damaged) -> BrokenModel:
         """The error of a read whose granule `error.args[0]`, counted from `lo`, is not what its checksum says."""
         return damaged_granule(self.path, self.part, self.lo + int(error.args[0]))
 

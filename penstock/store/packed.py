@@ -20,6 +20,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.parts import PAGE_BYTES, Part, parts
 from penstock.spec.places import Tier, disk
+from penstock.spec.predictors import TRAIN
 from penstock.store import manifest as manifests
 from penstock.store.files import MAX_COPIED_BYTES, open_regular, parse_json, read_bytes, read_text, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
@@ -172,10 +173,13 @@ def _compare_file(file: Path, content: bytes, listed: Sequence[PackedFile]) -> N
             raise DamagedModel(f"{file} is damaged, or was changed after packing: its checksum does not fit; {AGAIN}")
 
 
-def damaged_granule(file: Path, part: str, granule: int) -> DamagedModel:
-    """The error for a granule whose bytes are not those that were packed."""
-    return DamagedModel(
-        f"{file}: granule {granule} of part {part} is damaged: its checksum does not fit; {AGAIN}",
+def damaged_granule(file: Path, part: str, granule: int) -> BrokenModel:
+    """The error for a granule whose bytes are not those that were packed: DamagedModel, but for a predictor's, which
+    packing the model again would not mend."""
+    trained = file.name == manifests.PREDICTORS
+    kind, way_out = (BrokenModel, TRAIN) if trained else (DamagedModel, AGAIN)
+    return kind(
+        f"{file}: granule {granule} of part {part} is damaged: its checksum does not fit; {way_out}",
         file=str(file),
         part=part,
         granule=granule,
