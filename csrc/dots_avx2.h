@@ -133,7 +133,7 @@ constexpr int kQuadLines = 2;
 struct Quads {
     __m256i both[4];
 };
-inline Quads quads_of(const std::uint8_t* const* rows) {
+[[gnu::always_inline]] inline Quads quads_of(const std::uint8_t* const* rows) {
     __m256i row[4];
     for (int i = 0; i < 4; ++i) row[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i]));
     const __m256i first = _mm256_unpacklo_epi8(row[0], row[1]), second = _mm256_unpackhi_epi8(row[0], row[1]);
@@ -153,7 +153,7 @@ struct QuadSums {
         for (int j = 0; j < 4; ++j) low[j] = high[j] = _mm256_setzero_si256();
     }
     // fours: of each of the 16 groups, the factors of the four rows.
-    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+    [[gnu::always_inline]] void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
         const __m256i factors =
             _mm256_blend_epi32(_mm256_set1_epi32(fours[groups.first]), _mm256_set1_epi32(fours[groups.second]), 0xf0);
         const __m256i nibble = _mm256_set1_epi8(15);

@@ -27,13 +27,25 @@ class Fetches {
     }
     // From now on each step fetches as many lines as it takes to have all fetched after `steps` steps.
     void pace(int steps) { per_step_ = (left_ + steps - 1) / steps; }
+    // The run at hand and what is left are kept in registers meanwhile. Stored with each line, they made a chain of some
+    // nine cycles a line, beside ten in which a line's codes are multiplied.
     [[gnu::always_inline]] void step() {
-        for (int i = std::min(per_step_, left_); i > 0; --i) {
+        int lines = std::min(per_step_, left_);
+        left_ -= lines;
+        while (lines > 0) {
             Run& run = runs_[begin_ % kRuns];
+            const int some = std::min(lines, run.lines);
+            const std::uint8_t* at = run.at;
             // Into the second cache: the first has little room beside activations.
-            __builtin_prefetch(run.at, 0, 2);
-            run.at += kLine, --left_;
-            if (--run.lines == 0) ++begin_;
+            for (const std::uint8_t* const end = at + std::size_t(some) * kLine; at != end; at += kLine) {
+                __builtin_prefetch(at, 0, 2);
+            }
+            lines -= some;
+            if (some == run.lines) {
+                ++begin_;
+            } else {
+                run.at = at, run.lines -= some;
+            }
         }
     }
     void rest() {

@@ -53,7 +53,7 @@ struct Factors {
     alignas(64) float scale[kGroupLanes], minimum[kGroupLanes];    // sum = scale · Σ code · int8 + minimum
 
     // `at`: where the scales of the first of `groups` groups are in a row.
-    void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums, int groups) {
+    [[gnu::noinline]] void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums, int groups) {
         const auto halves = [&](const std::uint8_t* from) {
             if (groups >= kGroupLanes) return f_half(from);
             std::uint16_t padded[kGroupLanes] = {};
@@ -131,7 +131,7 @@ struct Window {
     // Adds the products of 4 · quads neurons from neuron i on (quads == 0: of all neurons) to the sums held. `begins`:
     // no sums are held yet. `ends`: the sums held are then added to `to`.
     template <int quads>
-    void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
+    [[gnu::noinline]] void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
         const std::size_t codes_bytes = m.codes_bytes();
         const int* line = group;
         for (int c = from, step = 0; c < end; c += kQuadColumns, ++step, line += kQuadLines) {

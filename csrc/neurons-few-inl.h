@@ -13,7 +13,16 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int kFewColumns = 2048;  // columns that a thread adds neurons up for at a time, of few rows
+// A thread adds neurons up for at most so many columns times rows at a time.
+constexpr int kFewSums = 2048 * kFewRows;
+
+// The columns that each of some threads adds neurons up for at a time, of d. As many as may be: a neuron's codes are
+// read one after the other. With half of 4,096 columns at a time, of a single row, rows of int4 took 1.3 times as long.
+inline int few_columns(int d, int t, int threads) {
+    const int most = threads * std::min(kWindow, kFewSums / t);
+    const int turns = threads * ((d + most - 1) / most);
+    return up_to((d + turns - 1) / turns, kSumColumns);
+}
 
 // Adds up the neurons of fours [begin, begin + count), for some columns. `lists` [count]: the wanted neurons of each
 // four. `one`: for a single four of a single row, where its sum goes. Null: sums are added to the op's `partial`.
@@ -29,14 +38,15 @@ class FewSums {
           lists_(lists),
           one_(one) {}
 
-    // Columns [lo, hi), at most kFewColumns. `lo`: a multiple of kSumColumns.
+    // Columns [lo, hi), at most `few_columns`. `lo`: a multiple of kSumColumns.
     void add(int lo, int hi) {
-        alignas(64) float buffer[kFewRows * kFewColumns];
-        lo_ = lo, hi_ = hi, coming_four_ = coming_ = 0;
+        alignas(64) float buffer[kFewSums];
+        lo_ = lo, hi_ = hi, coming_ = coming_factors_ = {};
+        if (count_ > 0 && lists_[0].count > 0) come_factors(granule_end(lists_[0], 0), false);  // wanted at once
         come(kTogether);
         for (int i = 0; i < count_; ++i) {
             const bool by_codes = down_.kind == Kind::kInt4 && !op_.exact && !(op_.skips && all_few(lists_[i]));
-            if (!by_codes) come(lists_[i].count, false);
+            if (!by_codes) come(lists_[i].count, false), come_factors(lists_[i].count, false);
             // The sums of several rows would lie 8 KB apart, in the same sets of the L1 cache. So fewer columns at a
             // time.
             const int step = by_codes || t_ == 1 ? hi - lo : kSumColumns;
@@ -82,30 +92,43 @@ class FewSums {
         store_some(to + c, f_add(starts ? f_zero() : load_some(to + c, left), load_some(from + c, left)), left);
     }
 
-    // Has the rows of the next neurons of all lists fetched: their factors first, then the columns at hand. With
-    // `fetch` false it only counts these neurons as done.
-    void come(int neurons, bool fetch = true) {
-        for (; neurons > 0 && coming_four_ < count_; ++coming_) {
-            const Wanted& wanted = lists_[coming_four_];
-            if (coming_ >= wanted.count) {
-                ++coming_four_, coming_ = -1;
+    // A neuron of the lists.
+    struct Place {
+        int four = 0, i = 0;
+    };
+    // Goes on in the lists from `place`, at most so many neurons, and calls each(row) for their rows.
+    template <class Each>
+    void go_on(Place& place, int neurons, const Each& each) {
+        while (neurons > 0 && place.four < count_) {
+            const Wanted& wanted = lists_[place.four];
+            if (place.i >= wanted.count) {
+                ++place.four, place.i = 0;
                 continue;
             }
             --neurons;
-            if (!fetch) continue;
-            const Four four = fours_.at(begin_ + coming_four_);
-            const std::uint8_t* const row = FourRows{op_, four, wanted}.row(down_, coming_);
-            const std::size_t lines = std::size_t(up_to(down_.cols, kLineColumns) / kLineColumns);
-            const std::size_t line_bytes = down_.codes_bytes() / lines;
-            if (down_.quantised()) {
-                const std::size_t from = std::size_t(lo_ / down_.group), end = std::size_t((hi_ - 1) / down_.group + 1);
-                const std::uint8_t* const scales = row + down_.codes_bytes();
-                fetches_.add(scales + 2 * from, 2 * (end - from));
-                fetches_.add(scales + 2 * (std::size_t(down_.groups()) + from), 2 * (end - from));
-            }
-            const std::size_t from = std::size_t(lo_ / kLineColumns), end = std::size_t((hi_ - 1) / kLineColumns + 1);
-            fetches_.add(row + from * line_bytes, (end - from) * line_bytes);
+            each(FourRows{op_, fours_.at(begin_ + place.four), wanted}.row(down_, place.i++));
         }
+    }
+    // Has the codes of the next neurons of all lists fetched, of the columns at hand. With `fetch` false it only counts
+    // these neurons as done.
+    void come(int neurons, bool fetch = true) {
+        const std::size_t lines = std::size_t(up_to(down_.cols, kLineColumns) / kLineColumns);
+        const std::size_t line_bytes = down_.codes_bytes() / lines;
+        const std::size_t from = std::size_t(lo_ / kLineColumns), end = std::size_t((hi_ - 1) / kLineColumns + 1);
+        go_on(coming_, neurons, [&](const std::uint8_t* row) {
+            if (fetch) fetches_.add(row + from * line_bytes, (end - from) * line_bytes);
+        });
+    }
+    // As `come`, for factors.
+    void come_factors(int neurons, bool fetch = true) {
+        if (!down_.quantised()) return;
+        const std::size_t from = std::size_t(lo_ / down_.group), end = std::size_t((hi_ - 1) / down_.group + 1);
+        go_on(coming_factors_, neurons, [&](const std::uint8_t* row) {
+            const std::uint8_t* const scales = row + down_.codes_bytes();
+            if (!fetch) return;
+            fetches_.add(scales + 2 * from, 2 * (end - from));
+            fetches_.add(scales + 2 * (std::size_t(down_.groups()) + from), 2 * (end - from));
+        });
     }
 
     // The index in a list behind the last neuron that lies in the same granule as neuron `from`.
@@ -139,7 +162,10 @@ class FewSums {
         const std::ptrdiff_t columns = hi_ - lo_;
         for (int from = 0, end; from < wanted.count; from = end) {
             end = granule_end(wanted, from);
-            come(end - from);
+            const int behind = std::min(end - from, kTogether);
+            come(end - from - behind, false);  // of this granule: `add_some` has them fetched
+            come(behind);
+            come_factors(end - from);
             bool few[kFewRows];
             for (int row = 0; row < t_; ++row) few[row] = has_few(wanted, from, end, row);
             if (std::any_of(few, few + t_, [](bool each) { return each; })) add_few(rows, from, end, few, own);
@@ -228,7 +254,10 @@ class FewSums {
     const int begin_, count_, t_;
     const Wanted* const lists_;
     float* const one_;
-    int lo_ = 0, hi_ = 0, coming_four_ = 0, coming_ = 0;
+    // Of the neurons whose rows are fetched next: for a granule's integer sum all of its factors are wanted first, so
+    // factors are fetched a granule ahead, and codes kTogether neurons.
+    Place coming_, coming_factors_;
+    int lo_ = 0, hi_ = 0;
     Fetches fetches_;
 };
 
@@ -237,7 +266,7 @@ class FewSums {
 // single rows. Rejected: all threads stream tiles first and add neurons afterwards, which took 1.06 to 1.16 times as
 // long in an FFN of OPT-6.7B's shape. Returns false if scratch is too small.
 bool row_by_fours(Pool& pool, const FfnOp& op, const Fours& fours, Input& input, Scratch scratch, std::size_t cost) {
-    const int d = op.shape.width(), busy = std::min(pool.threads(), fours.count);
+    const int d = op.shape.width(), step = few_columns(d, 1, 1), busy = std::min(pool.threads(), fours.count);
     std::vector<Wanted> lists(std::size_t(busy), Wanted{});
     for (Wanted& list : lists) {
         if (!Wanted::take_from(scratch, 1, list)) return false;
@@ -263,7 +292,7 @@ bool row_by_fours(Pool& pool, const FfnOp& op, const Fours& fours, Input& input,
                 after = take_next();
                 values.compute(fours.at(mine), list, fours.at(after < fours.count ? after : mine), list);
                 FewSums sum(op, fours, mine, &list, 1, sums + std::ptrdiff_t(mine - begin) * d);
-                for (int lo = 0; lo < d; lo += kFewColumns) sum.add(lo, std::min(lo + kFewColumns, d));
+                for (int lo = 0; lo < d; lo += step) sum.add(lo, std::min(lo + step, d));
             }
             team.barrier();
             fold_fours(team, fours, begin, end - begin, sums, 1, d);
@@ -290,7 +319,7 @@ bool neurons_few(Pool& pool, const FfnOp& op, std::size_t cost) {
     pool.run(cost, [&](const Team& team) {
         const Rows x = input.chunk_at(team, 0);
         const int d = shape.width();
-        const int step = std::min(kFewColumns, up_to((d + team.size() - 1) / team.size(), kSumColumns));
+        const int step = few_columns(d, op.t, team.size());
         FewValues values(op, x);
         for (int begin = 0; begin < fours.count; begin += wave) {
             const int end = std::min(begin + wave, fours.count);

@@ -33,7 +33,7 @@ struct QuadSums {
     I low, high;
     void clear() { low = high = i_zero(); }
     // fours: of each of the 16 groups, the factors of the four rows.
-    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+    [[gnu::always_inline]] void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
         const auto* const four = reinterpret_cast<const std::int8_t*>(fours + groups.at);
         low = i_dot<true>(low, quads.low, four), high = i_dot<true>(high, quads.high, four);
     }

@@ -241,7 +241,7 @@ constexpr int kQuadLines = 4;
 struct Quads {
     Line both[kQuadLines];
 };
-inline Quads quads_of(const std::uint8_t* const* rows) {
+[[gnu::always_inline]] inline Quads quads_of(const std::uint8_t* const* rows) {
     __m512i row[4];
     for (int i = 0; i < 4; ++i) row[i] = _mm512_loadu_si512(rows[i]);
     const __m512i first = _mm512_unpacklo_epi8(row[0], row[1]), second = _mm512_unpackhi_epi8(row[0], row[1]);
@@ -274,7 +274,7 @@ struct QuadSums {
         for (int j = 0; j < kQuadLines; ++j) whole[j] = high[j] = i_zero();
     }
     // fours: of each of the 16 groups, the factors of the four rows.
-    void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
+    [[gnu::always_inline]] void add(const Quads& quads, const QuadGroups& groups, const std::int32_t* fours) {
         const __m512i factors = _mm512_permutexvar_epi32(groups.at, _mm512_loadu_si512(fours));
         const __m512i top = _mm512_set1_epi8(static_cast<char>(0xf0));
         for (int j = 0; j < kQuadLines; ++j) {

@@ -330,7 +330,7 @@ inline Line fours_of(const std::uint8_t* const* rows) {
     return {vreinterpretq_s32_u16(vzip1q_u16(first, third)), vreinterpretq_s32_u16(vzip2q_u16(first, third)),
             vreinterpretq_s32_u16(vzip1q_u16(second, fourth)), vreinterpretq_s32_u16(vzip2q_u16(second, fourth))};
 }
-inline Quads quads_of(const std::uint8_t* const* rows) {
+[[gnu::always_inline]] inline Quads quads_of(const std::uint8_t* const* rows) {
     const Line both = fours_of(rows);
     return {low_nibbles(both), high_nibbles(both)};
 }

@@ -367,7 +367,7 @@ inline Line fours_of(const std::uint8_t* const* rows) {
     }
     return fours;
 }
-inline Quads quads_of(const std::uint8_t* const* rows) {
+[[gnu::always_inline]] inline Quads quads_of(const std::uint8_t* const* rows) {
     Quads quads{};
     for (int row = 0; row < 4; ++row) {
         for (int i = 0; i < 16; ++i) {
