@@ -27,8 +27,8 @@ class Fetches {
     }
     // From now on each step fetches as many lines as it takes to have all fetched after `steps` steps.
     void pace(int steps) { per_step_ = (left_ + steps - 1) / steps; }
-    // The run at hand and what is left are kept in registers meanwhile. Stored with each line, they made a chain of some
-    // nine cycles a line, beside ten in which a line's codes are multiplied.
+    // The run at hand and what is left stay in registers meanwhile. Stored with each line, they made a chain of loads
+    // and stores, on which a fifth of the samples of a product lay.
     [[gnu::always_inline]] void step() {
         int lines = std::min(per_step_, left_);
         left_ -= lines;

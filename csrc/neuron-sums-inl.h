@@ -53,7 +53,8 @@ struct Factors {
     alignas(64) float scale[kGroupLanes], minimum[kGroupLanes];    // sum = scale · Σ code · int8 + minimum
 
     // `at`: where the scales of the first of `groups` groups are in a row.
-    [[gnu::noinline]] void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums, int groups) {
+    [[gnu::noinline]] void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums,
+                               int groups) {
         const auto halves = [&](const std::uint8_t* from) {
             if (groups >= kGroupLanes) return f_half(from);
             std::uint16_t padded[kGroupLanes] = {};
