@@ -16,10 +16,11 @@ namespace {
 // The most neurons whose rows are added at a time, so that a sum is loaded and stored once for them.
 constexpr int kTogether = 8;
 // Bytes that are fetched ahead of the place in the rows that are read side by side: further on in the same rows, then
-// of the next rows. They go into the second cache. On an AMD EPYC (Zen 4) rows of float16 took 1.7 times as long with
-// 8 KB ahead in the first cache. Rejected: to fetch the same place in the next kTogether rows, 64 KB ahead in float16,
-// into the first cache. These bytes left it before they were read.
+// of the next rows. From RAM they go into the second cache. On an AMD EPYC (Zen 4) rows of float16 took 1.7 times as
+// long with 8 KB ahead in the first cache. Rejected: to fetch the same place in the next kTogether rows, 64 KB ahead in
+// float16, into the first cache. These bytes left it before they were read.
 constexpr std::size_t kFetchedBytes = 32768;
+constexpr std::size_t kNearBytes = 8192;  // as kFetchedBytes, of rows that are in the second cache already
 constexpr int kFourNeurons = kSumNeurons;
 
 inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
@@ -102,8 +103,9 @@ template <int k>
 
 // to [t, hi - lo] += Σ k neurons: value · columns [lo, hi) of their rows. `values` [k]: of each neuron, its value in
 // each of the t rows. `one`: t is 1. `lo`: a multiple of 512. While rows are used, kFetchedBytes are fetched: further
-// on in these rows, then of the rows `next` [k].
-template <Kind kind, int k, bool one>
+// on in these rows, then of the rows `next` [k]. `near`: the rows are in the second cache already, or on their way, and
+// kNearBytes are fetched into the first.
+template <Kind kind, int k, bool one, bool near = false>
 void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, int lo, int hi,
               float* to, const std::uint8_t* const* next) {
     const auto readers = [&]<std::size_t... i>(std::index_sequence<i...>) {
@@ -120,15 +122,15 @@ void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const
     constexpr std::size_t kStep = NeuronRow<kind>::kStep;
     const std::size_t from = std::size_t(lo) / kLineColumns * kStep;
     const std::size_t end = (std::size_t(hi) + kLineColumns - 1) / kLineColumns * kStep;
-    const std::size_t near = std::min(kFetchedBytes / k, end - from);
+    const std::size_t ahead = std::min((near ? kNearBytes : kFetchedBytes) / k, end - from);
     for (int i = 0; i < k; ++i) prefetch_run(next[i] + m.codes_bytes(), row_bytes(m) - m.codes_bytes());
     walk<kind>(m, lo, whole, enter, [&](int c) {
-        const std::size_t at_byte = std::size_t(c) / kLineColumns * kStep, later = at_byte + near;
+        const std::size_t at_byte = std::size_t(c) / kLineColumns * kStep, later = at_byte + ahead;
         if (kStep >= 64 || at_byte % 64 == 0) {
             for (int i = 0; i < k; ++i) {
                 const std::uint8_t* const p = later < end ? at[i] + later : next[i] + from + (later - end);
-                __builtin_prefetch(p, 0, 2);
-                if constexpr (kStep > 64) __builtin_prefetch(p + 64, 0, 2);
+                __builtin_prefetch(p, 0, near ? 3 : 2);
+                if constexpr (kStep > 64) __builtin_prefetch(p + 64, 0, near ? 3 : 2);
             }
         }
         if constexpr (one) {

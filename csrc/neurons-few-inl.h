@@ -202,7 +202,7 @@ class FewSums {
         }
         const auto add = [&]<int k, bool one>(int i) {
             const std::uint8_t* const* const next = at + (i + 2 * k <= count ? i + k : i);
-            add_rows<Kind::kInt4, k, one>(down_, at + i, values + i, t_, lo_, hi_, own, next);
+            add_rows<Kind::kInt4, k, one, true>(down_, at + i, values + i, t_, lo_, hi_, own, next);
         };
         const auto some = [&]<int k>(int i) {
             t_ == 1 ? add.template operator()<k, true>(i) : add.template operator()<k, false>(i);
