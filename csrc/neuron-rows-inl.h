@@ -20,7 +20,8 @@ constexpr int kTogether = 8;
 // long with 8 KB ahead in the first cache. Rejected: to fetch the same place in the next kTogether rows, 64 KB ahead in
 // float16, into the first cache. These bytes left it before they were read.
 constexpr std::size_t kFetchedBytes = 32768;
-constexpr std::size_t kNearBytes = 8192;  // as kFetchedBytes, of rows that are in the second cache already
+// As kFetchedBytes, but into the first cache: where rows are in the second already, or few columns are at hand.
+constexpr std::size_t kNearBytes = 8192;
 constexpr int kFourNeurons = kSumNeurons;
 
 inline std::size_t row_bytes(const Matrix& m) { return m.codes_bytes() + 4 * std::size_t(m.groups()); }
@@ -103,8 +104,7 @@ template <int k>
 
 // to [t, hi - lo] += Σ k neurons: value · columns [lo, hi) of their rows. `values` [k]: of each neuron, its value in
 // each of the t rows. `one`: t is 1. `lo`: a multiple of 512. While rows are used, kFetchedBytes are fetched: further
-// on in these rows, then of the rows `next` [k]. `near`: the rows are in the second cache already, or on their way, and
-// kNearBytes are fetched into the first.
+// on in these rows, then of the rows `next` [k]. `near`: kNearBytes are fetched instead, into the first cache.
 template <Kind kind, int k, bool one, bool near = false>
 void add_rows(const Matrix& m, const std::uint8_t* const* at, const float* const* values, int t, int lo, int hi,
               float* to, const std::uint8_t* const* next) {

@@ -239,8 +239,10 @@ class FewSums {
                     if constexpr (one) {
                         if (n == 8) return add_rows<kind, 8, one>(down_, rows, values, t_, lo_, hi_, own, next);
                     }
-                    n == 4 ? add_rows<kind, 4, one>(down_, rows, values, t_, lo_, hi_, own, next)
-                           : add_rows<kind, 1, one>(down_, rows, values, t_, lo_, hi_, own, next);
+                    // Of several rows of activations few columns are at hand, and their bytes have room in the first
+                    // cache.
+                    n == 4 ? add_rows<kind, 4, one, !one>(down_, rows, values, t_, lo_, hi_, own, next)
+                           : add_rows<kind, 1, one, !one>(down_, rows, values, t_, lo_, hi_, own, next);
                 };
                 t_ == 1 ? add.template operator()<true>() : add.template operator()<false>();
                 i += n;
