@@ -53,8 +53,7 @@ struct Factors {
     alignas(64) float scale[kGroupLanes], minimum[kGroupLanes];    // sum = scale · Σ code · int8 + minimum
 
     // `at`: where the scales of the first of `groups` groups are in a row.
-    [[gnu::noinline]] void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums,
-                               int groups) {
+    void set(const Some& some, const float* value, std::size_t at, std::size_t to_minimums, int groups) {
         const auto halves = [&](const std::uint8_t* from) {
             if (groups >= kGroupLanes) return f_half(from);
             std::uint16_t padded[kGroupLanes] = {};
@@ -132,7 +131,7 @@ struct Window {
     // Adds the products of 4 · quads neurons from neuron i on (quads == 0: of all neurons) to the sums held. `begins`:
     // no sums are held yet. `ends`: the sums held are then added to `to`.
     template <int quads>
-    [[gnu::noinline]] void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
+    void add(int i, bool begins, bool ends, float* const* to, const Later& later, Fetches* fetches) {
         const std::size_t codes_bytes = m.codes_bytes();
         const int* line = group;
         for (int c = from, step = 0; c < end; c += kQuadColumns, ++step, line += kQuadLines) {
@@ -176,6 +175,13 @@ struct Window {
                 }
             }
         }
+    }
+
+    // `add`, in a function of its own: beside what calls it, registers were too few.
+    template <int quads>
+    [[gnu::noinline]] void add_alone(int i, bool begins, bool ends, float* const* to, const Later& later,
+                                     Fetches* fetches) {
+        add<quads>(i, begins, ends, to, later, fetches);
     }
 
     void finish(const QuadSums& sums, const Factors& of, const int* lane, int c, float* to) const {
@@ -224,8 +230,8 @@ void add_some(const Matrix& m, Some& some, int lo, int hi, float* const* to, boo
         }
         for (int i = 0; i < some.count; i += kTogether) {
             const bool ends = i + kTogether >= some.count;
-            some.count - i > 4 ? window.template add<2>(i, i == 0, ends, sums, later_of(i), fetches)
-                               : window.template add<1>(i, i == 0, ends, sums, later_of(i), fetches);
+            some.count - i > 4 ? window.template add_alone<2>(i, i == 0, ends, sums, later_of(i), fetches)
+                               : window.template add_alone<1>(i, i == 0, ends, sums, later_of(i), fetches);
         }
     }
 }
