@@ -19,7 +19,7 @@ constexpr int kFewSums = 2048 * kFewRows;
 // The columns that each of some threads adds neurons up for at a time, of d. As many as may be: a neuron's codes are
 // read one after the other. With half of 4,096 columns at a time, of a single row, rows of int4 took 1.3 times as long.
 inline int few_columns(int d, int t, int threads) {
-    const int most = threads * std::min(kWindow, kFewSums / t);
+    const int most = threads * std::min(kWindow, kFewSums / t / kSumColumns * kSumColumns);
     const int turns = threads * ((d + most - 1) / most);
     return up_to((d + turns - 1) / turns, kSumColumns);
 }

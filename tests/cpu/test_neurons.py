@@ -233,6 +233,21 @@ def test_the_last_rows_of_many_may_be_few(isa: str, name: str, d: int) -> None:
 
 
 @pytest.mark.parametrize("isa", cpu.available())
+@pytest.mark.parametrize("layout", ["neurons", "records"])
+@pytest.mark.parametrize("t", [1, 3, 5])
+def test_wide_rows_are_added_up_in_turns(isa: str, layout: str, t: int) -> None:
+    """Each thread's columns of all rows have no room in what it keeps sums in, or barely."""
+    part, ffn = ffn_part(130, 6400, False, True, f"int4-{layout}")
+    rng = np.random.default_rng(5)
+    weights, h = granules(part, rng, 1.0), rng.random((t, 6400), np.float32)
+    one, _ = run(KERNELS[isa, 1], part, ffn, weights, h, (), skips=True, exact=False)
+    two, _ = run(_native.Compute(isa, 2), part, ffn, weights, h, (1,), skips=True, exact=False)
+    np.testing.assert_array_equal(one, two)
+    want = reference(part, ffn, weights, h)
+    assert np.abs(one - want).max() <= 5e-2 * float(np.abs(want).max())
+
+
+@pytest.mark.parametrize("isa", cpu.available())
 @pytest.mark.parametrize("name", ["float32", "float32-neurons"])
 def test_who_fires(isa: str, name: str) -> None:
     part, ffn = ffn_part(200, 32, True, False, name)
