@@ -230,11 +230,12 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf,
     from penstock.planner.compare import to_json
     from penstock.spec import plan as plans
 
-    def beside(other: Prediction | None) -> dict[str, float] | None:
-        if other is None:
-            return None
+    def then(other: Prediction) -> dict[str, Any]:
         change = other.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
         return {"decode_tokens_per_s": other.decode_tokens_per_s, "ttft_s": other.ttft_s, "decode_change": change}
+
+    def beside(other: Prediction | None) -> dict[str, Any] | None:
+        return None if other is None else then(other)
 
     return {
         "plan": plans.to_json(solved.plan),
@@ -245,7 +246,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf,
         "one_more_device_gib": beside(others.one_more_device_gib),
         "faster_disk": beside(others.faster_disk),
         "faster_link": beside(others.faster_link),
-        "commands": {what: beside(other) for what, other in others.commands},
+        "commands": {what: {**then(other), "condition": given or None} for what, given, other in others.commands},
         "other_formats": {fmt.name: beside(other) for fmt, other in others.other_formats},
         "strategy": solved.strategy,
         "cannot_run": solved.plan.target.spec.cannot_run or solved.compared[0].candidate.cannot_run,

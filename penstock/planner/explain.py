@@ -267,8 +267,12 @@ def advice(solved: Solved, what_if: WhatIf) -> str:
 def commands(solved: Solved, what_if: WhatIf) -> list[str]:
     """Lines about commands of ours that would make the plan faster."""
     now = solved.prediction.decode_tokens_per_s
-    gains = [(what, p.decode_tokens_per_s) for what, p in what_if.commands if gain(p.decode_tokens_per_s, now) >= _PAYS]
-    return [f"faster: {what} would give {rate(then)} tokens/s ({gain(then, now):+.0%})" for what, then in gains]
+    lines = []
+    for what, condition, prediction in what_if.commands:
+        then, given = prediction.decode_tokens_per_s, f", {condition}," if condition else ""
+        if gain(then, now) >= _PAYS:
+            lines.append(f"faster: `{what}`{given} would give {rate(then)} tokens/s ({gain(then, now):+.0%})")
+    return lines
 
 
 def others(solved: Solved, what_if: WhatIf, ask: Ask | None) -> list[str]:

@@ -29,7 +29,7 @@ from penstock.spec.places import GPU, Lane, is_disk, is_link
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 
-_AS_PUBLISHED = ", if as few neurons fire as PowerInfer publishes of such models,"
+_AS_PUBLISHED = "if as few neurons fire as PowerInfer publishes of such models"
 _LOOKED_AT = 2  # so many candidates of a solver are planned. The best come first, and each takes some 40 ms
 _MOST_LOOKED_AT = 4  # the same for a model with experts, whose homes make more kinds of plans
 _USUAL_RING_BYTES = 64 * MIB  # of equally fast plans the solver takes the one that reads least: it has a small ring
@@ -42,7 +42,8 @@ class WhatIf:
     one_more_gib, one_more_device_gib  with one more GiB of RAM, or of device memory; None if it would hold nothing more
     other_formats   (number format, prediction) of the other formats that fit
     faster_disk, faster_link  with the disk or the link twice as fast, both ways; None if the plan does not use it
-    commands        (what to do, prediction) of what commands of ours would make known of neurons on the disk
+    commands        (command, on what condition, prediction) of what commands of ours would make known of neurons on
+                    the disk. The condition is empty where nothing is taken for granted
     """
 
     one_more_gib: Prediction | None = None
@@ -50,7 +51,7 @@ class WhatIf:
     other_formats: tuple[tuple[Format, Prediction], ...] = ()
     faster_disk: Prediction | None = None
     faster_link: Prediction | None = None
-    commands: tuple[tuple[str, Prediction], ...] = ()
+    commands: tuple[tuple[str, str, Prediction], ...] = ()
 
 
 def what_if(
@@ -97,10 +98,10 @@ def with_faster(
     return quick(solved.plan, ask, machine.faster(which, 2), spread=False, trace=trace, kept=solved.tasks)
 
 
-def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, Prediction]]:
-    """What commands of ours would make known of neurons on the disk, and the prediction of the plan that it would
-    allow: a profile, so that the disk is asked for the neurons that fire; predictors that hear the layer before theirs,
-    so that the disk need not wait for them."""
+def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, str, Prediction]]:
+    """What commands of ours would make known of neurons on the disk, on what condition, and the prediction of the plan
+    that it would allow: a profile, so that the disk is asked for the neurons that fire; predictors that hear the layer
+    before theirs, so that the disk need not wait for them."""
     on_disk = any(is_disk(unit.home) and unit.part.endswith(".ffn") for unit in solved.plan.units)
     if not on_disk or not all(may_be_asked(part, problem.sparsity) for part in problem.of_kind("ffn")):
         return
@@ -109,9 +110,9 @@ def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, Pre
     if trace is None:
         return
     if problem.sparsity == "exact" and known is None:
-        what = f"`penstock profile MODEL FILE`{alike}"
+        what = "penstock profile MODEL FILE"
     elif problem.sparsity == "predict" and not any(each.ahead for each in problem.predictors):
-        what = f"`penstock train-predictors MODEL --text FILE --ahead`{alike}"
+        what = "penstock train-predictors MODEL --text FILE --ahead"
         foretold = foretold_of(problem.spec, firing)
         assert foretold is not None, "check_sparsity has seen it"
         later = tuple(replace(each, ahead=1) for each in foretold.predictors)
@@ -119,10 +120,13 @@ def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, Pre
     else:
         return
     knowing = replace(problem, trace=trace, firing=firing)
-    plans = [each.plan for each in ram.candidates(knowing) if any(unit.asked for unit in each.plan.units)]
+    try:
+        plans = [each.plan for each in ram.candidates(knowing) if any(unit.asked for unit in each.plan.units)]
+    except DoesNotFit:  # what would be known takes memory
+        return
     if plans:  # one alone is simulated: a model of 32 layers takes a second
         best = min(plans, key=lambda plan: least_score_s(plan, problem.ask, problem.cost))
-        yield what, quick(best, problem.ask, problem.machine, False, trace)
+        yield what, alike, quick(best, problem.ask, problem.machine, False, trace)
 
 
 def more_memory(problem: Problem, ring_bytes: int = 0) -> Prediction | None:

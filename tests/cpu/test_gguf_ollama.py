@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not installed")
 
+from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.models.gguf import config_from_gguf
 from penstock.store.gguf.files import open_gguf
 from penstock.store.gguf.header import Strings
@@ -111,6 +112,15 @@ def test_gemma_3_has_the_ropes_that_its_files_leave_out(layers: int, scaling: di
         assert layers != 26 or config["final_logit_softcapping"] is None
 
 
+def test_gemma_3_stretched_by_yarn_keeps_its_betas() -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 8192}
+    betas = {"rope.scaling.beta_fast": 64.0, "rope.scaling.beta_slow": 2.0, "rope.scaling.extrapolation_factor": 1.0}
+    scaling = _gemma3(34, **yarn, **betas)["rope_scaling"]
+    assert (scaling["rope_type"], scaling["beta_fast"], scaling["beta_slow"]) == ("yarn", 64.0, 2.0)
+    with pytest.raises(UnsupportedModel, match=r"extrapolation_factor.*0.5"):
+        _gemma3(34, **yarn, **(betas | {"rope.scaling.extrapolation_factor": 0.5}))
+
+
 def test_gemma_3_of_llama_cpp_is_as_it_says() -> None:
     said = {"rope.freq_base": 5e5, "attention.layer_norm_rms_epsilon": 1e-5, "final_logit_softcapping": 30.0}
     config = _gemma3(26, **said)
@@ -150,3 +160,5 @@ def test_all_ids_that_end_an_answer_are_read() -> None:
     typed = {key: _typed(value) for key, value in metadata.items()} | {"tokenizer.ggml.merges": Strings(b"", 0, "")}
     made = text_files({**typed, "tokenizer.ggml.eos_token_id": 2}, "a.gguf")
     assert json.loads(made["generation_config.json"])["eos_token_id"] == [1, 2, 3]
+    with pytest.raises(BrokenModel, match="lists 5 ids of 4 tokens"):
+        text_files({**typed, "tokenizer.ggml.eos_token_ids": array("i", [3] * 5)}, "a.gguf")

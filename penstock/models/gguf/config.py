@@ -133,7 +133,12 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if keys.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = keys.real(f"rope.scaling.yarn_{name}")
-    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"):
+    for key in (
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.extrapolation_factor",
+    ):
         if keys.has(key) and keys.real(key, lo=0.0) != (0.0 if key.endswith("multiplier") else 1.0):
             raise keys.unsupported(key, f"{short(keys.data[key])} is not supported")
     return {**rope, "rope_scaling": scaling}

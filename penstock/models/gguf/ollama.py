@@ -4,8 +4,9 @@ Ollama has most of its models from llama.cpp's converter. These two it converted
 their files leave out. Sources: Ollama's model/models/gemma3 and model/models/gptoss, which read them, and its
 convert/convert_gemma3.go and convert_gptoss.go, which wrote them.
 
-    gemma3    rope.global.freq_base and rope.local.freq_base, or neither; no epsilon; no scaling of the rope, which the
-              models of 34, 48 and 62 layers have; caps on logits where the model of 26 layers has none
+    gemma3    rope.global.freq_base and rope.local.freq_base, or neither; yarn's betas without its name; no epsilon; no
+              scaling of the rope, which the models of 34, 48 and 62 layers have; caps on logits where the model of 26
+              layers has none
     gptoss    its architecture's name; a factor of the rope without its type, which is yarn; attn_out, attn_sinks and
               ffn_norm among its tensors; no name of a pre-tokenizer
 """
@@ -37,6 +38,9 @@ def in_usual_words(architecture: str, keys: Mapping[str, Any]) -> tuple[str, dic
     own.setdefault("rope.freq_base", own.get("rope.global.freq_base", _THETA))
     own.setdefault("rope.freq_base_swa", own.get("rope.local.freq_base", _LOCAL_THETA))
     own.setdefault("attention.layer_norm_rms_epsilon", _EPSILON)
+    for beta in ("beta_fast", "beta_slow"):
+        if f"rope.scaling.{beta}" in own:
+            own.setdefault(f"rope.scaling.yarn_{beta}", own[f"rope.scaling.{beta}"])
     if own.get("block_count") in _STRETCHED and "rope.scaling.type" not in own:
         own |= {"rope.scaling.type": "linear", "rope.scaling.factor": _STRETCH}
     if own.get("block_count") == _SMALL:

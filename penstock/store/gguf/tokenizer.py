@@ -236,9 +236,11 @@ def _templates(metadata: dict[str, Value], where: str) -> dict[str, Any]:
 
 def _end_ids(entries: Entries, ids: dict[str, int], listed: Value) -> list[int]:
     """Ids that end an answer. gpt-oss ends its thoughts with <|end|>, and its answers with another token. `listed`:
-    ids that Ollama's files name beside that of EOS, if any."""
+    ids that Ollama's files name beside that of EOS, if any. Raises BrokenModel for more of them than texts."""
     named = [i for which, i in ids.items() if which in ("eos", "eot", "eom")]
     if isinstance(listed, array):
+        if len(listed) > len(entries.texts):
+            raise BrokenModel(f"{_PREFIX}eos_token_ids lists {len(listed)} ids of {len(entries.texts)} tokens")
         named += [i for i in listed if isinstance(i, int) and 0 <= i < len(entries.texts)]
     known, texts = set(_ENDS), set(entries.texts)
     if {"<|return|>", "<|call|>"} <= texts:
