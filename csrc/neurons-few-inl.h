@@ -256,8 +256,8 @@ class FewSums {
     const int begin_, count_, t_;
     const Wanted* const lists_;
     float* const one_;
-    // Of the neurons whose rows are fetched next: for a granule's integer sum all of its factors are wanted first, so
-    // factors are fetched a granule ahead, and codes kTogether neurons.
+    // The neurons whose rows are fetched next. A granule's integer sum wants the factors of all its neurons first, so
+    // factors are fetched as many neurons ahead as the first granule has, and codes kTogether neurons ahead.
     Place coming_, coming_factors_;
     int lo_ = 0, hi_ = 0;
     Fetches fetches_;

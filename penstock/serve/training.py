@@ -140,7 +140,8 @@ def require_relu(spec: ModelSpec, where: str) -> None:
 
 
 def is_for_disk(plan: Plan) -> bool:
-    """Whether a plan like this one, with predictors, would ask a disk for neurons: some lie there, each as one record.
+    """Whether neurons lie on a disk in this plan, each as one record, so that one with predictors may ask for them. The
+    plan is that of training. With --resident no plan asks, and nothing is gained.
     Predictors one layer ahead decode 1.2 times as fast then (docs/LOG.md, "Predictors one layer ahead")."""
     ffns = {part.key: part for part in plan.parts.values() if part.kind == "ffn"}
     on_disk = any(unit.part in ffns and is_disk(unit.home) for unit in plan.units)

@@ -8,7 +8,8 @@ convert/convert_gemma3.go and convert_gptoss.go, which wrote them.
               scaling of the rope, which the models of 34, 48 and 62 layers have; caps on logits where the model of 26
               layers has none
     gptoss    its architecture's name; a factor of the rope without its type, which is yarn; attn_out, attn_sinks and
-              ffn_norm among its tensors; no name of a pre-tokenizer
+              ffn_norm among its tensors; no name of a pre-tokenizer. Its first version stacked gate and up, which is
+              refused for the missing tensor
 """
 
 from __future__ import annotations
