@@ -10,17 +10,37 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from penstock.cli.loading import loaded, packed_model
-from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, read_text
+from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, as_path, read_text
 from penstock.cli.output import note, print_json, progress
 from penstock.cli.text_argument import TextFile
 from penstock.errors import BadRequest
 from penstock.spec.ask import LOSSY
 
 if TYPE_CHECKING:
+    from penstock.serve.engine import Engine
+    from penstock.spec.model import ModelSpec
     from penstock.spec.profile import Profile
 
-_HOT = 0.8  # PowerInfer, Figure 4: of all activations
 _SHOWN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # sizes of caches, as shares of a layer's experts
+
+Below = Annotated[
+    float | None,
+    Option(
+        "--below",
+        metavar="SHARE",
+        help="Of a model without ReLU: find below which level this share of each"
+        " layer's activations is, for --sparsity threshold.",
+    ),
+]
+Beside = Annotated[
+    str | None,
+    Option(
+        "--beside",
+        metavar="FILE",
+        help="Of a model with ReLU: another text, or its profile.json. Tells how many of each layer's hottest 20 %"
+        " of neurons both share, and is not kept. Default: the profile of another text that is there so far.",
+    ),
+]
 
 
 def profile(
@@ -30,36 +50,34 @@ def profile(
     work: Workload,
     weights: Weights = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Read at most so many tokens of the text.")] = 16384,
-    below: Annotated[
-        float | None,
-        Option(
-            "--below",
-            metavar="SHARE",
-            help="Of a model without ReLU: find below which level this share of each"
-            " layer's activations is, for --sparsity threshold.",
-        ),
-    ] = None,
+    below: Below = None,
+    beside: Beside = None,
     cache_limit: CacheLimit = None,
     as_json: Json = False,
 ) -> None:
     """Which experts of a model a text asks for, or which neurons it fires.
 
     The text is read in windows of 512 tokens. What its routers said, or which neurons of a model with ReLU fired, is
-    kept beside the packed model. `plan` and `run` predict by it from then on.
+    kept beside the packed model. `plan` and `run` predict by it from then on. Of neurons it tells how few of them make
+    most activations.
     """
     machine.prepare()
     work.refuse_sizes("profile reads")
     if work.sparsity in LOSSY:
         raise BadRequest(f"--sparsity {work.sparsity} leaves some out: a profile says what a model fires by itself")
     text, ask = read_text(file), work.ask(machine)
+    other = None if beside is None else read_text(beside)
     from penstock.serve import levels, profiling
     from penstock.serve.planning import describe
-    from penstock.store.profile_file import keep
+    from penstock.store.profile_file import keep, kept
 
     require = profiling.require_counted if below is None else partial(levels.require, below)
     source = packed_model(model, weights, machine, cache_limit, require=require)
     spec, _ = describe(source.folder, verify=not machine.no_verify)
     require(spec, str(source.folder))
+    if beside is not None and (below is not None or not spec.fires):
+        raise BadRequest("--beside compares which neurons of a ReLU fire on two texts; this model has none")
+    before = kept(source.folder, spec) if spec.fires else None
     window = min(profiling.WINDOW_TOKENS, spec.max_positions)
     ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     with loaded(source, ask, machine) as engine, progress() as tell:
@@ -68,13 +86,16 @@ def profile(
             seen = profiling.profile(engine, text, name, tokens, tell)
         else:
             seen = levels.profile(engine, text, name, below, tokens, tell)
-    kept = keep(seen, source.folder)
-    note_kept = f"kept in {kept}: `plan` and `run` of this model go by it"
-    said = {"tokens": seen.tokens, "text_sha256": seen.text_sha256, "file": str(kept)}
+        if beside is not None and other is not None:
+            before = _profile_of(engine, other, beside, tokens, spec)
+    file_kept = keep(seen, source.folder)
+    note_kept = f"kept in {file_kept}: `plan` and `run` of this model go by it"
+    said = {"tokens": seen.tokens, "text_sha256": seen.text_sha256, "file": str(file_kept)}
     if seen.levels:
         _tell_levels(seen, said, None if as_json else note_kept)
     elif seen.neurons:
-        _tell_neurons(seen, said, None if as_json else note_kept)
+        another = before is not None and (beside is not None or before.text_sha256 != seen.text_sha256)
+        _tell_neurons(seen, before if another else None, said, None if as_json else note_kept)
     else:
         _tell_experts(seen, said, None if as_json else note_kept)
 
@@ -108,25 +129,58 @@ def _tell_levels(seen: Profile, said: dict[str, object], note_kept: str | None) 
         print(f"  {each.layer:3}  {each.level:7.4f}  {each.kept[0]:8.1%}")
 
 
-def _tell_neurons(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:
-    """As JSON, or after a note as a table."""
+def _profile_of(engine: Engine, text: str, file: str, tokens: int, spec: ModelSpec) -> Profile:
+    """The profile in the file of --beside, or of the text there, of which at most `tokens` are read. Raises BadRequest
+    for a profile of another model, and as `profiling.profile`."""
+    from penstock.serve import profiling
+    from penstock.spec.profile import BEGINS
+    from penstock.store.profile_file import read
+
+    if text.startswith(BEGINS):
+        return read(as_path(file), spec)
+    with progress() as tell:
+        return profiling.profile(engine, text, Path(file).name, tokens, tell)
+
+
+def _tell_neurons(seen: Profile, beside: Profile | None, said: dict[str, object], note_kept: str | None) -> None:
+    """As JSON, or after a note as a table. `beside`: of another text, to compare with."""
     from penstock.planner.firing import measured
-    from penstock.spec.profile import FIRED_TOGETHER, hottest_share
+    from penstock.spec.hottest import MADE, made_by, made_by_all, same_hottest
+    from penstock.spec.profile import FIRED_TOGETHER
 
     together = measured(seen)
     assert together is not None
-    hot = [hottest_share(layer.counted(), _HOT) for layer in seen.neurons]
+    made, every = [made_by(layer.counted()) for layer in seen.neurons], made_by_all(seen)
+    same = None if beside is None else same_hottest(seen, beside)
     if note_kept is None:
+        names = [f"hot_{share:.0%}".removesuffix("%") for share in MADE]
         layers = [
-            {"layer": each.layer, "fired": each.fired[0], "hot_80": share}
-            for each, share in zip(seen.neurons, hot, strict=True)
+            {"layer": each.layer, "fired": each.fired[0], **dict(zip(names, shares, strict=True))}
+            for each, shares in zip(seen.neurons, made, strict=True)
         ]
-        print_json(said | {"fired": dict(zip(FIRED_TOGETHER, together.shares, strict=True)), "layers": layers})
+        for layer, share in zip(layers, same or (), strict=False):
+            layer["same_hottest"] = share
+        compared = None
+        if beside is not None and same is not None:
+            compared = {"name": beside.name, "text_sha256": beside.text_sha256, "tokens": beside.tokens}
+            compared |= {"same_hottest": sum(same) / len(same)}
+        fired = dict(zip(FIRED_TOGETHER, together.shares, strict=True))
+        print_json(
+            said | {"fired": fired, **dict(zip(names, every, strict=True)), "beside": compared, "layers": layers}
+        )
         return
     note(note_kept)
     print(f"{seen.tokens} tokens; a token fires {together.shares[0]:.1%} of the neurons, and so many tokens in a row")
     for tokens, share in zip(FIRED_TOGETHER[1:], together.shares[1:], strict=True):
         print(f"  {tokens:4} tokens  {share:.1%}")
-    print("layer  fires  of its neurons make 80 %")
-    for each, share in zip(seen.neurons, hot, strict=True):
-        print(f"  {each.layer:3}  {each.fired[0]:5.1%}  {share:5.1%}")
+    print("the hottest neurons that make this share of a layer's activations, and of the whole model's")
+    print(f"layer   fires{''.join(f'{share:8.0%}' for share in MADE)}{'' if same is None else '    same'}")
+    rows = [(f"{each.layer:5}", each.fired[0], shares) for each, shares in zip(seen.neurons, made, strict=True)]
+    alike = ("",) * (len(rows) + 1) if same is None else tuple(f"{x:8.1%}" for x in (*same, sum(same) / len(same)))
+    for (name, fires, shares), last in zip((*rows, ("  all", together.shares[0], every)), alike, strict=True):
+        print(f"{name}{fires:8.1%}{''.join(f'{share:8.1%}' for share in shares)}{last}")
+    if beside is not None:
+        print(
+            f"same: of a layer's hottest 20 % of neurons, so many are among its hottest 20 % in {beside.tokens} tokens"
+            f" of {beside.name} too (20 % by chance)"
+        )

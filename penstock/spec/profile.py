@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from array import array
 from base64 import b64decode
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -19,6 +18,7 @@ from penstock.spec.answers import all_guessable, all_possible
 from penstock.spec.model import FfnSpec, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
+BEGINS = f'{{\n "schema": "{SCHEMA}/'  # how a profile's file begins
 MOST_NAME = 1024  # characters of a text's name; file systems allow 255 bytes
 FIRED_TOGETHER = (1, 2, 4, 8, 16, 32)  # tokens of which a profile says how many neurons they fire together
 MOST_LEVEL = 1e30  # no activation is beyond it
@@ -174,12 +174,6 @@ class Counting:
     def found(self) -> LayerProfile:
         counted = (tuple(self._counts), tuple(self._distances))
         return LayerProfile(self._layer, *counted, tuple(self._trace), tuple(self._guesses))
-
-
-def hottest_share(counts: Sequence[int], share: float) -> float:
-    """The share of the neurons that makes `share` of all activations, if they are the hottest."""
-    wanted, sums = share * sum(counts), accumulate(sorted(counts, reverse=True))
-    return sum(1 for total in sums if total < wanted) / max(1, len(counts)) + 1 / max(1, len(counts))
 
 
 def hit_rates(profile: Profile) -> list[float]:

@@ -26,7 +26,7 @@ from penstock.spec.parts import parts
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan, Predictor
 from penstock.spec.predictors import FORMAT
-from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile, hottest_share
+from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile
 from tests.pure.machine import MACHINE, WITH_DEVICE
 
 NEURONS, TILES = parse_format("int4-neurons"), parse_format("int4")
@@ -127,4 +127,3 @@ def test_shares_between_those_measured() -> None:
     firing = measured(Profile("text", "0" * 64, 1, (), layers))
     assert firing is not None and firing.shares == pytest.approx((0.2,) * len(FIRED_TOGETHER))
     assert measured(None) is None and measured(Profile("text", "0" * 64, 1, ())) is None
-    assert hottest_share([0, 8, 1, 1], 0.8) == 0.25 and hottest_share([5, 5, 0, 0], 0.8) == 0.5
