@@ -346,12 +346,13 @@ def _is_stream(status: os.stat_result) -> bool:
     return False
 
 
-def read_text(file: str) -> str:
-    """The text of a file that the user named. Raises BadRequest where it cannot be read, is too long or not UTF-8."""
-    from penstock.store.files import load_text
+def read_text(file: str, max_bytes: int | None = None) -> str:
+    """The text of a file that the user named. `max_bytes`: None for the most that a text may have. Raises BadRequest
+    where it cannot be read, is too long or not UTF-8."""
+    from penstock.store.files import MAX_TEXT_BYTES, load_text
 
     try:
-        return load_text(as_path(file))
+        return load_text(as_path(file), max_bytes or MAX_TEXT_BYTES)
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
     except BrokenModel as error:

@@ -33,6 +33,7 @@ from penstock.errors import BadRequest
 if TYPE_CHECKING:
     from penstock.hubs.listing import Several
     from penstock.planner.explain import Band, Limit
+    from penstock.planner.firing import Firing
     from penstock.planner.frontier import Point
     from penstock.planner.predict import Prediction
     from penstock.planner.routing import RouterTrace
@@ -52,7 +53,12 @@ MachineName = Annotated[
     str | None, Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`.")
 ]
 AnswersName = Annotated[
-    str | None, Option("--answers", metavar="FILE", help="Routers say what a run's did: a file of `run --record`.")
+    str | None,
+    Option(
+        "--answers",
+        metavar="FILE",
+        help="Routers say what a run's did, and as many neurons fire: a file of `run --record`.",
+    ),
 ]
 SvgName = Annotated[
     str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
@@ -144,8 +150,10 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     ask = how.work.ask(machine)
     lately = _lately(how, _figures(how.machine_file, machine, ask), ask, spec, fmt)
     figures, disks = lately.machine, part_disks(path)
-    routers = routers_of(path, spec, ask.sparsity) if how.answers is None else _replayed(how.answers, spec)
+    routers = routers_of(path, spec, ask.sparsity) if how.answers is None else None
     firing = firing_of(path, spec, ask.sparsity)
+    if how.answers is not None:
+        routers, firing = _replayed(how.answers, path, spec, ask, firing)
     kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
 
     def solving(one: Ask) -> Solved:
@@ -305,14 +313,23 @@ def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] |
     return writing(name, "--svg", Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
 
 
-def _replayed(name: str, spec: ModelSpec) -> RouterTrace:
-    """The answers of routers in a file of `run --record`. Raises BadRequest where they are of another model."""
+def _replayed(
+    name: str, path: Path, spec: ModelSpec, ask: Ask, firing: Firing | None
+) -> tuple[RouterTrace, Firing | None]:
+    """The answers of routers in a file of `run --record`, or which neurons count, and how many. `firing`: how many are
+    known to otherwise. Raises BadRequest where they are of another model."""
+    from penstock.planner import recorded_sets
     from penstock.planner.routing import replayed
-    from penstock.spec.answers import loads
+    from penstock.spec.answers import MOST_FILE_BYTES, loads
+    from penstock.store.packed import is_packed, orders_of, read_manifest
 
-    answers = loads(read_text(name), name)
+    answers = loads(read_text(name, MOST_FILE_BYTES), name)
     answers.check(spec, name)
-    return replayed(answers, name)
+    if not answers.live:
+        return replayed(answers, name), firing
+    recorded_sets.require_kind(answers, ask.sparsity, name)
+    orders = orders_of(path, read_manifest(path), spec) if is_packed(path) else {}
+    return recorded_sets.trace_of(answers, orders, name), recorded_sets.firing_of(answers, spec, firing, name)
 
 
 def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:

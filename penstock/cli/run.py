@@ -50,7 +50,12 @@ if TYPE_CHECKING:
 UNTIL_END = -1  # the value of --max-tokens that means the context's end
 Prompt = Annotated[str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")]
 Record = Annotated[
-    str | None, Option("--record", metavar="FILE", help="Also keep what routers said, for `penstock plan --answers`.")
+    str | None,
+    Option(
+        "--record",
+        metavar="FILE",
+        help="Also keep what routers said, or which neurons of a ReLU fired, for `penstock plan --answers`.",
+    ),
 ]
 
 
@@ -110,7 +115,7 @@ def run(
     chatting = prompt is None and not as_json and sys.stdin.isatty()
     ask = work.ask(machine)
     _refuse_contradictions(work, sampling, ask, chatting, asking)
-    from penstock.serve.recording import ANSWERS, recording
+    from penstock.serve.recording import ANSWERS, recording, require_answers
     from penstock.spec import answers
 
     with (
@@ -119,13 +124,13 @@ def run(
         writing(record, "--record", ANSWERS) as keep,
     ):
         text = "" if chatting else read_prompt(prompt)
-        # A plan of a file is for a packed model, and so is what routers say.
+        # A plan of a file is for a packed model, and so are answers.
         unpacked = plan is None and record is None
         sparsity = work.sparsity if plan is None else plan.sparsity
         source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked, sparsity)
         at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind
-        if keep is not None and not source.spec(not machine.no_verify).is_routed:
-            raise BadRequest(f"--record keeps what routers say, and {source.folder} has none")
+        if keep is not None:
+            require_answers(source.spec(not machine.no_verify), str(source.folder))
         from penstock.serve.tokenizer import Tokenizer
 
         _import_ahead("penstock.serve.engine")

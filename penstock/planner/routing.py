@@ -52,18 +52,23 @@ class RouterTrace:
     fires    for each layer, float32 [neurons]: the share of tokens in which the neuron at each place of the packed
     model
              fires; empty if that is not known
+    live     for each layer and token, uint32 [neurons that fire]: their places, in rising order; empty where no run
+             recorded them
     """
 
     layers: tuple[tuple[Token, ...], ...]
     source: str
     guesses: tuple[tuple[Token, ...], ...] = ()
     fires: tuple[bytes, ...] = ()
+    live: tuple[tuple[bytes, ...], ...] = ()
 
     def of_layers(self, layers: Sequence[int]) -> RouterTrace:
         """The trace of these layers alone."""
         guesses = tuple(self.guesses[i] for i in layers) if self.guesses else ()
         fires = tuple(self.fires[i] for i in layers) if self.fires else ()
-        return replace(self, layers=tuple(self.layers[i] for i in layers), guesses=guesses, fires=fires)
+        live = tuple(self.live[i] for i in layers) if self.live else ()
+        of_these = tuple(self.layers[i] for i in layers)
+        return replace(self, layers=of_these, guesses=guesses, fires=fires, live=live)
 
 
 def replayed(answers: RouterAnswers, where: str) -> RouterTrace:
@@ -134,13 +139,15 @@ def _scaled(rates: Sequence[float], share: float) -> array[float]:
 
 
 class Replay:
-    """Answers in place of a plan's routers, out of a trace. By the trace's rates it also draws which neurons fire, or
-    which neurons predictors call active. After its last token the trace begins again. `trace`: None means `stated`."""
+    """Answers in place of a plan's routers, out of a trace. It also says which neurons fire, or which neurons
+    predictors call active: as recorded, or drawn by the trace's rates. After its last token the trace begins again.
+    `trace`: None means `stated`."""
 
     def __init__(self, plan: Plan, trace: RouterTrace | None = None) -> None:
         spec = plan.target.spec
         self._plan = plan
         self._fires = trace.fires if trace is not None else ()
+        self._live = trace.live if trace is not None else ()
         self._tokens: Counter[tuple[int, int]] = Counter()  # (who asks, batch) → rows that were drawn
         trace = (trace or stated(spec)) if spec.is_routed else RouterTrace((), "")
         self._layers, self._guesses = trace.layers, trace.guesses
@@ -161,17 +168,23 @@ class Replay:
         return self._next(route.layer, call.batch.total_rows)
 
     def _drawn(self, call: Call, layer: int, asker: int, lo: int, hi: int) -> list[Sequence[int]]:
-        """For each row, the neurons among lo..hi of a layer that fire, or are active. Rows are drawn independently of
-        each other. After _TOKENS_DRAWN rows the same ones come again. If no rates are known, all neurons fire."""
+        """For each row, the neurons among lo..hi of a layer that fire, or are active: those of the next recorded
+        tokens. Where none are recorded, rows are drawn independently of each other, and after _TOKENS_DRAWN rows the
+        same ones come again. If no rates are known, all neurons fire."""
         batch = call.batch
         assert batch is not None
+        if self._live:
+            known, first = self._live[layer], self._tokens[asker, 0]
+            self._tokens[asker, 0] += batch.total_rows
+            rows = [array("I", known[(first + i) % len(known)]) for i in range(batch.total_rows)]
+            return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
         if not self._fires:
             return [range(lo, hi)] * batch.total_rows
         first = self._tokens[asker, batch.id]
         self._tokens[asker, batch.id] += batch.total_rows
         rates = self._fires[layer]
-        rows = (_live(rates, (first + 7 * batch.id + i) % _TOKENS_DRAWN) for i in range(batch.total_rows))
-        return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in rows]
+        drawn = (_live(rates, (first + 7 * batch.id + i) % _TOKENS_DRAWN) for i in range(batch.total_rows))
+        return [row[bisect_left(row, lo) : bisect_left(row, hi)] for row in drawn]
 
     def warm(self, lowering: Lowering, p: Pass, passes: int) -> None:
         """Fills the caches as if `passes` passes like `p` had come before, and the slots for records as if many passes

@@ -27,7 +27,8 @@ from penstock.spec.plan import Plan
 # Gets a layer, its FFN's input float32 [T, D], and uint8 [T, neurons]: whether each one fired.
 OnFired = Callable[[int, Float32, NDArray[np.uint8]], None]
 _KEPT_IDS = 256  # views of routers' answers
-OnRoute = Callable[[Call, list[list[int]]], None]  # gets a router's call and the experts of each row
+# Gets a router's call and the experts of each row, or a predictor's and the places of the neurons that it calls active.
+OnRoute = Callable[[Call, list[list[int]]], None]
 
 
 class Binding(Views):
@@ -45,7 +46,7 @@ class Binding(Views):
         kv_file: KvFile | None = None,
     ) -> None:
         super().__init__(plan, arenas, reader, poisoned, kv_file)
-        self.on_route: OnRoute | None = None  # called after each router's call
+        self.on_route: OnRoute | None = None  # called after each router's and each predictor's call
         self.on_fired: OnFired | None = None  # called after each layer's FFN. Native kernels alone can tell
         self.fetched_bytes = 0  # of embedding rows read from disk; the session sets it back to 0
         ropes = {layer.attention.rope: None for layer in self._spec.layers}
@@ -78,8 +79,10 @@ class Binding(Views):
         self._tell_route(call)
 
     def _tell_route(self, call: Call) -> None:
-        """Tells `on_route` what a router's call has answered. Guesses are no answers."""
-        if self.on_route is not None and isinstance(call.operands, ops.Route) and not call.operands.guesses:
+        """Tells `on_route` what a router's or a predictor's call has answered. Guesses are no answers."""
+        if self.on_route is None or not isinstance(call.operands, ops.Route | ops.Predict):
+            return
+        if not (isinstance(call.operands, ops.Route) and call.operands.guesses):
             self.on_route(call, self.answer(call))
 
     def begin(self) -> None:
@@ -264,6 +267,23 @@ class Binding(Views):
         op = call.operands
         assert isinstance(op, ops.Route)
         self._chosen(op, batch_of(call).total_rows)[...] = experts
+
+    def set_live(self, call: Call, places: Sequence[Sequence[int]]) -> None:
+        """Replaces the answer of a call that tells which neurons fire, or are active, and is done. `places`: of each
+        row, in ascending order. Of the other neurons nothing is computed on; one that does not fire adds nothing."""
+        op, t = call.operands, batch_of(call).total_rows
+        if isinstance(op, ops.Predict):
+            active = self._active(op.active, t)
+            for row, live in zip(active, places, strict=True):
+                row[...] = 0
+                row[list(live)] = 1
+            return
+        assert isinstance(op, ops.Fire)
+        first, values = self._plan.units[call.unit].lo * GRANULE_ROWS, self._values(op.values, t)
+        for row, live in enumerate(places):
+            silent = np.ones(values.shape[0] * GRANULE_ROWS, np.bool_)
+            silent[[place - first for place in live]] = False
+            values[:, row][silent.reshape(-1, GRANULE_ROWS)] = 0
 
     def _chosen(self, op: ops.Route, t: int) -> NDArray[np.int32]:
         """The experts that a router's call chose, int32 [T, active experts]. The arrays are kept: they are views of the

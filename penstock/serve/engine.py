@@ -294,8 +294,8 @@ class Engine:
     def keep(self, generation: Generation, foreseen: Prediction | None = None, reads: Sequence[Pass] = ()) -> None:
         """Keeps the predicted and the measured speed of this run, for the error band of later predictions
         (`serve.history`). `foreseen`: its prediction, and `reads` the passes of its prompts, where these are others
-        than the plan's."""
-        if self._machine_file is not None:
+        than the plan's. A run that somebody heard all answers of is not kept: it was slower."""
+        if self._machine_file is not None and not self.session.hearing.slows:
             prediction = foreseen or self.prediction
             measured = self.lately.measured
             note_run(

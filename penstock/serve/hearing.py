@@ -1,20 +1,27 @@
-"""Tells listeners what routers and FFNs say while a session runs its passes, and lets a test answer in place of
-routers."""
+"""Tells listeners what routers, predictors and FFNs say while a session runs its passes, and lets a test answer in
+their place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.errors import BadRequest
+from penstock.graph.arenas import neurons_of
 from penstock.graph.demand import Answer
-from penstock.graph.ops import Route
+from penstock.graph.ops import Predict, Route
 from penstock.graph.tasks import Call
 from penstock.runtime.bind import Binding, OnFired, OnRoute
 from penstock.runtime.bind_native import NativeBinding
 from penstock.serve.numbering import by_number
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
+
+# Gets a layer, and uint8 [T, neurons]: whether its predictor calls each one active.
+OnForetold = Callable[[int, NDArray[np.uint8]], None]
 
 
 class Hearing:
@@ -61,9 +68,33 @@ class Hearing:
             self._binding.on_fired = None
 
     @contextmanager
+    def foretold(self, heard: OnForetold) -> Iterator[None]:
+        """In this block `heard` is called with each layer and, uint8 [T, neurons], which of its neurons its predictor
+        calls active in each row, by the checkpoint's numbers. Passes are slower in it, and of one batch. Raises
+        BadRequest where predictors are on a device, which does not report them."""
+        if self._plan.batches_per_pass > 1 or any(each.home != HOST for each in self._plan.predictors):
+            raise BadRequest("this plan has predictors on a device, or several batches a pass: give --device none")
+        spec = self._plan.target.spec
+
+        def hear(call: Call, said: list[list[int]]) -> None:
+            assert isinstance(call.operands, Predict)
+            layer = call.operands.layer
+            active = np.zeros((len(said), neurons_of(spec.layers[layer])), np.uint8)
+            order = np.asarray(self._orders.get(layer, range(active.shape[1])))
+            for row, places in zip(active, said, strict=True):
+                row[order[places]] = 1
+            heard(layer, active)
+
+        self._binding.on_route = hear
+        try:
+            yield
+        finally:
+            self._binding.on_route = None
+
+    @contextmanager
     def answers(self, heard: OnRoute) -> Iterator[None]:
-        """In this block `heard` is called with the answers that the plan's caches ask for, and no others. Nothing is
-        slower."""
+        """In this block `heard` is called with the answers that the plan's caches ask for, or its units that are asked
+        for, and no others. Nothing is slower."""
         answer_before = self.answer
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
@@ -84,21 +115,30 @@ class Hearing:
         """In this block the experts of each row are those of `given(call)`, and not the router's. Guesses are those of
         `given` too. `given` may be called twice with one call. Without `every_pass` only the answers that the plan's
         caches ask for are replaced, and nothing is slower: for plans without a device, which might copy the router's
-        own answer before it is replaced. For tests and benches."""
+        own answer before it is replaced. Where units are asked for their neurons, `given` says the places of those
+        that fire, or with `every_pass` all that predictors call active. For tests and benches."""
 
         def answer(call: Call) -> Sequence[Sequence[int]]:
-            experts = given(call)
+            said = given(call)
             if not (isinstance(call.operands, Route) and call.operands.guesses):
-                self._binding.set_routes(call, experts)
-            return experts
+                self._set(call, said)
+            return said
 
-        instead = self.routers(lambda call, _: self._binding.set_routes(call, given(call)))
+        instead = self.routers(lambda call, _: self._set(call, given(call)))
         self.answer, self.given = answer, given
         with instead if every_pass else nullcontext():
             try:
                 yield
             finally:
                 self.answer, self.given = self._binding.answer, None
+
+    def _set(self, call: Call, said: Sequence[Sequence[int]]) -> None:
+        (self._binding.set_routes if isinstance(call.operands, Route) else self._binding.set_live)(call, said)
+
+    @property
+    def slows(self) -> bool:
+        """Whether passes are slower, since somebody hears more than what tasks depend on."""
+        return self._binding.hears
 
     @property
     def listens(self) -> bool:

@@ -93,9 +93,9 @@ def load(file: Path, max_bytes: int) -> bytes:
     return content
 
 
-def load_text(file: Path) -> str:
+def load_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """`load` of UTF-8 text, with the same errors."""
-    return _decode(load(file, MAX_TEXT_BYTES), file)
+    return _decode(load(file, max_bytes), file)
 
 
 def read_bytes(file: Path, max_bytes: int) -> bytes:

@@ -100,7 +100,7 @@ def test_a_dense_model_has_no_routers_to_record(call: Call, model: Path, tmp_pat
 
 
 def test_records_replace_only_records(call: Call, routed: Path, text: Path) -> None:
-    refused(call("run", routed, "abc", "--record", text), "something else than what routers said")
+    refused(call("run", routed, "abc", "--record", text), "something else than a run's answers")
     assert text.read_text() == TEXT
 
 
