@@ -32,7 +32,8 @@ def pack(
         Option(
             "--profile",
             metavar="FILE",
-            help="The profile.json of a ReLU model (`penstock profile`): neurons lie hot to cold. SRC may be packed.",
+            help="The profile.json of a ReLU model (`penstock profile`): neurons lie hot to cold. SRC may be packed;"
+            " its predictors come along.",
         ),
     ] = None,
     check: Annotated[
@@ -73,7 +74,7 @@ def pack(
             tell(f"packing {key}", done, total)
 
         if dst is not None and by is not None and is_packed(source):
-            reorder(source, folder, by, fmt, packing, spread=beside)
+            reorder(source, folder, by, fmt, packing, spread=beside, say=note)
         elif dst is not None:
             check_texts = partial(check_text_files, chat=True, whole=False)
             pack_checkpoint(source, folder, fmt, packing, spread=beside, profile=by, check=check_texts)
@@ -83,6 +84,9 @@ def pack(
 
 
 def _print_packed(folder: Path, packed: Packed, verified: bool, as_json: bool) -> None:
+    from penstock.store.predictors import FILE
+
+    foretold = (folder / FILE).is_file()
     if as_json:
         print_json(
             {
@@ -90,9 +94,11 @@ def _print_packed(folder: Path, packed: Packed, verified: bool, as_json: bool) -
                 "weights": packed.weights.name,
                 "bytes": packed.total_bytes,
                 "ordered": bool(packed.orders),
+                "predictors": foretold,
                 "verified": verified,
             }
         )
         return
-    how = f"{', neurons hot to cold' if packed.orders else ''}{', verified' if verified else ''}"
+    how = f"{', neurons hot to cold' if packed.orders else ''}{', with predictors' if foretold else ''}"
+    how += ", verified" if verified else ""
     note(f"{folder}: {format_bytes(packed.total_bytes)} in {packed.weights.name}{how}")

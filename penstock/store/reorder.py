@@ -1,13 +1,15 @@
 """Writes a packed model again with the neurons of its FFNs in another order, for `penstock pack --profile`.
 
-No number changes: whole rows and records move. In tiles of an integer format the groups of `down` run along a granule's
-neurons, so there only whole groups move. Peak memory is that of packing, and of one layer's FFN.
+No number changes: whole rows and records move, and so do those of predictors that are there. In tiles of an integer
+format the groups of `down` run along a granule's neurons, so there only whole groups move. Peak memory is that of
+packing, and of one layer's FFN, or of all predictors.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from penstock import _native
-from penstock.errors import BadRequest, BrokenModel
+from penstock.errors import BadRequest, BrokenModel, PenstockError
 from penstock.spec import codec
 from penstock.spec.format import TILE_ROWS, Format, Mixed, tiles
 from penstock.spec.order import NeuronOrder, moved_together
 from penstock.spec.parts import Block, Part
 from penstock.spec.profile import Profile
+from penstock.store import predictors
 from penstock.store.files import MAX_COPIED_BYTES, open_regular, read_bytes, storage_errors
 from penstock.store.manifest import SUM_BYTES, SUMS
 from penstock.store.pack import orders_by
@@ -34,11 +37,12 @@ Array = npt.NDArray[Any]
 
 def reorder(
     src: Path, dst: Path, profile: Profile, weights: Format | None = None, progress: Progress | None = None,
-    shard_bytes: int = SHARD_BYTES, spread: Path | None = None,
+    shard_bytes: int = SHARD_BYTES, spread: Path | None = None, say: Callable[[str], None] | None = None,
 ) -> Path:  # fmt: skip
     """Packs the packed model `src` into the new folder `dst`, its neurons hot to cold by a profile, and returns `dst`.
     `weights`: None, or the format that they have. `progress`, `shard_bytes`, `spread`: as for `pack`. All bytes are
-    compared with their checksums.
+    compared with their checksums. Predictors beside `src` are kept beside `dst` too, for neurons in the new order.
+    `say`: gets a line where they cannot be.
 
     Raises BadRequest, BrokenModel, DamagedModel, StorageFailed.
     """
@@ -57,10 +61,30 @@ def reorder(
     extras = {file.name: read_bytes(src / file.name, MAX_COPIED_BYTES) for file in read_files(src) if file.name != SUMS}
     listed = tuple(NeuronOrder.of(layer, order) for layer, order in orders.items())
     fingerprint = {"weights": packed.weights.name, "orders": codec.to_json(listed), "source": packed.sums.hex()}
-    fill = _filler(packed, {layer: _places(packed, layer, order) for layer, order in orders.items()})
+    places = {layer: _places(packed, layer, order) for layer, order in orders.items()}
+    fill = _filler(packed, places)
     how = (progress, shard_bytes, spread, None, None, listed, file_of(profile))
     write_packed(dst, tuple(packed.parts.values()), packed.weights, fingerprint, fill, extras, *how)
+    try:
+        _carry_predictors(packed, dst, places)
+    except PenstockError as error:
+        if say is not None:
+            say(f"the predictors of {src} were left out: {error.message}")
     return dst
+
+
+def _carry_predictors(packed: Packed, dst: Path, places: dict[int, npt.NDArray[np.int64]]) -> None:
+    """Keeps the predictors beside a packed model beside `dst` too, where its neurons lie at other places. Raises
+    BadRequest, BrokenModel, DamagedModel, StorageFailed."""
+    known = predictors.kept(packed.folder, packed.spec)
+    if known is None:
+        return
+    source, granules = predictors.with_predictors(packed), []
+    for part in known.parts(packed.spec):
+        before = _read(source, part, 0, 1)
+        granules.append(move_foretold(part, before, places[part.layer])[0])
+    named = replace(known, model_sha256=predictors.model_sha256(dst))
+    predictors.keep(named, granules, dst, packed.spec)
 
 
 def _places(packed: Packed, layer: int, order: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -117,14 +141,32 @@ def move_neurons(part: Part, granules: Array, places: npt.NDArray[np.int64], out
     uint8 [G, granule_bytes]. `together`: so many of them lie beside each other at both places, but for the last ones,
     which have no others behind them (`spec.order.moved_together`)."""
     for block in part.blocks:
-        views = (_cells(each, block, together) for each in (granules, out))
-        for before, after in zip(*views, strict=True):
-            rows, lanes = after.shape[1:3]
-            neurons = part.granule_rows // (rows * lanes)  # of a cell
-            assert neurons in (1, together)
-            source, target = places[::neurons] // neurons, np.arange(-(-len(places) // neurons))
-            of, to = ((cells // (rows * lanes), cells // lanes % rows, cells % lanes) for cells in (source, target))
-            after[to] = before[of]
+        _move(block, part.granule_rows, granules, places, out, together)
+
+
+def move_foretold(part: Part, granules: Array, places: npt.NDArray[np.int64]) -> Array:
+    """A layer's predictor, uint8 [1, granule_bytes], for neurons of which the one at place `places[i]` comes to place
+    i. The columns behind the last neuron stay."""
+    out = granules.copy()
+    columns = part.block("neurons").rows
+    every = np.concatenate([places, np.arange(len(places), columns)])
+    for name in ("neurons", "neurons_bias"):
+        _move(part.block(name), columns, granules, every, out, 1)
+    return out
+
+
+def _move(
+    block: Block, granule_rows: int, granules: Array, places: npt.NDArray[np.int64], out: Array, together: int
+) -> None:
+    """Moves what neurons have of one block, as `move_neurons` does."""
+    views = (_cells(each, block, together) for each in (granules, out))
+    for before, after in zip(*views, strict=True):
+        rows, lanes = after.shape[1:3]
+        neurons = granule_rows // (rows * lanes)  # of a cell
+        assert neurons in (1, together)
+        source, target = places[::neurons] // neurons, np.arange(-(-len(places) // neurons))
+        of, to = ((cells // (rows * lanes), cells // lanes % rows, cells % lanes) for cells in (source, target))
+        after[to] = before[of]
 
 
 def _cells(granules: Array, block: Block, together: int) -> list[Array]:
