@@ -142,7 +142,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     from penstock.planner.room import cost_of_context, grown
     from penstock.planner.solve import settle_context, solve
     from penstock.planner.what_if import what_if
-    from penstock.serve.planning import describe, firing_of, routers_of
+    from penstock.serve.planning import describe
     from penstock.store.packed import part_disks
 
     machine = how.machine
@@ -150,10 +150,7 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
     ask = how.work.ask(machine)
     lately = _lately(how, _figures(how.machine_file, machine, ask), ask, spec, fmt)
     figures, disks = lately.machine, part_disks(path)
-    routers = routers_of(path, spec, ask.sparsity) if how.answers is None else None
-    firing = firing_of(path, spec, ask.sparsity)
-    if how.answers is not None:
-        routers, firing = _replayed(how.answers, path, spec, ask, firing)
+    routers, firing, not_trained = _known(path, spec, ask, how)
     kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
 
     def solving(one: Ask) -> Solved:
@@ -189,10 +186,12 @@ def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: 
         for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
             record.add(timeline, p)
     if how.as_json:
-        report = _report(solved, explain.limits(solved, ask, figures), band, others, lately)
+        report = _report(solved, explain.limits(solved, ask, figures), band, others, lately, not_trained)
         print_json(report | ({"frontier": frontier.to_json(points)} if points else {}))
         return
     print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
+    if not_trained:
+        print(fitted(f"does not run yet: {not_trained}"))
     if context_told is not None:
         print(fitted(context_told))
     if how.why and how.machine_file is None:  # other machines' figures are data sheets', which no run shifts
@@ -233,8 +232,10 @@ def _plan_files(several: Several, how: _How) -> None:
     note(several.message.partition(";")[0])
 
 
-def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf, lately: Lately) -> dict[str, Any]:
-    """The JSON object: the plan as `--plan` reads it, and the figures of the table."""
+def _report(
+    solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf, lately: Lately, not_trained: str
+) -> dict[str, Any]:
+    """The JSON object: the plan as `--plan` reads it, and the figures of the table. `not_trained`: of `_known`."""
     from penstock.planner.compare import to_json
     from penstock.spec import plan as plans
 
@@ -257,7 +258,7 @@ def _report(solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf,
         "commands": {what: {**then(other), "condition": given or None} for what, given, other in others.commands},
         "other_formats": {fmt.name: beside(other) for fmt, other in others.other_formats},
         "strategy": solved.strategy,
-        "cannot_run": solved.plan.target.spec.cannot_run or solved.compared[0].candidate.cannot_run,
+        "cannot_run": solved.plan.target.spec.cannot_run or solved.compared[0].candidate.cannot_run or not_trained,
         "not_yet": to_json(solved.not_yet),
         "reasons": solved.reasons,
         "compared": to_json(solved.compared),
@@ -311,6 +312,20 @@ def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] |
     from penstock.store.files import Kind
 
     return writing(name, "--svg", Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
+
+
+def _known(path: Path, spec: ModelSpec, ask: Ask, how: _How) -> tuple[RouterTrace | None, Firing | None, str]:
+    """What routers say or how often neurons fire, how many do, and what has to be done before the plan runs; "" if
+    nothing has. Raises BadRequest for what is damaged, or of another model."""
+    from penstock.planner.firing import untrained
+    from penstock.serve.planning import firing_of, routers_of, with_facts
+
+    beside = with_facts(path, spec, how.weights, how.machine.cache_folder)
+    firing = firing_of(beside, spec, ask.sparsity)
+    not_trained = untrained(ask.sparsity, spec, firing)
+    if how.answers is None:
+        return routers_of(beside, spec, ask.sparsity), firing, not_trained
+    return *_replayed(how.answers, beside, spec, ask, firing), not_trained
 
 
 def _replayed(

@@ -160,6 +160,13 @@ def check_sparsity(ask: Ask, spec: ModelSpec, firing: Firing | None) -> None:
             raise BadRequest("--sparsity threshold runs without a device, whose kernels leave nothing out yet")
 
 
+def untrained(sparsity: str, spec: ModelSpec, firing: Firing | None) -> str:
+    """What has to be done before a plan with this sparsity (as asked) runs, where its predictors are those of models
+    like it; empty where predictors are there, or none are wanted."""
+    known = firing is not None and firing.foretold is not None
+    return "" if sparsity != "predict" or known or not spec.fires else f"it has no predictors yet: {TRAIN}"
+
+
 def require_unpacked(sparsity: str, spec: ModelSpec, where: str) -> None:
     """Raises BadRequest for a sparsity that a checkpoint without a packed copy cannot have. Predictors and levels are
     kept beside a copy, so packing it would end in a refusal. `where`: names the checkpoint."""
@@ -228,6 +235,7 @@ def _predicted_reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
         f"predictors of {format_bytes(nbytes)} call {share:.1%} of the neurons active{recall}, {known.source}: {what}",
         "this is lossy (predict): neurons that fire and are not foretold are missing (`penstock eval` prices that)",
         *_hearing_reason(plan),
+        *(() if known.recall is not None else (f"these predictors are not there yet, so this does not run: {TRAIN}",)),
     )
 
 

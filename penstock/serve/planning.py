@@ -130,8 +130,27 @@ def plan(
             folder = Path(cache) if cache is not None else default_cache()
             measured, file = load_or_probe(folder), machine_file(folder)
             machine = as_runs_show(file, measured, fmt.name, sparsity_of(asked.sparsity, spec)).machine
-        routers, firing = routers_of(path, spec, asked.sparsity), firing_of(path, spec, asked.sparsity)
+        beside = with_facts(path, spec, fmt if weights else None, None if cache is None else Path(cache))
+        routers, firing = routers_of(beside, spec, asked.sparsity), firing_of(beside, spec, asked.sparsity)
         return solve(asked, spec, fmt, machine, part_disks(path), trace=routers, firing=firing)
+
+
+def with_facts(model: Path, spec: ModelSpec, weights: Format | None, cache: Path | None) -> Path:
+    """The folder that has what is known of a model beside its weights, its profile and its predictors: of a checkpoint
+    its packed copy in the folder `cache` (None: the user's), where that has one in this format (None: its own) of the
+    files as they are now; else the model itself."""
+    if not (spec.is_routed or spec.fires) or is_packed(model) or not (model.is_dir() or is_gguf(model)):
+        return model
+    from penstock.store import copies, identity  # with numpy, which planning of other models goes without
+
+    with suppress(PenstockError):
+        now = identity.stamps(model)
+        for folder, record in copies.records((cache or default_cache()).absolute() / copies.MODELS).items():
+            alike = [known for known in record.origins if known.stamps == now]
+            wanted = any(known.own for known in alike) if weights is None else record.weights == weights.name
+            if alike and wanted and is_packed(folder):
+                return folder
+    return model
 
 
 def firing_of(model: Path, spec: ModelSpec, sparsity: str) -> Firing | None:
