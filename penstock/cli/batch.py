@@ -131,6 +131,7 @@ class _Terms:
     kv          formats of keys and values, of the plan or as asked
     sparsity    of the plan, or as asked
     share       of the positions whose values attention adds up; 1.0 for all
+    left_out    a name of the predictors or levels that decide which neurons are left out; "" without any
     """
 
     names: tuple[str, ...]
@@ -139,6 +140,7 @@ class _Terms:
     kv: list[str] | str | None
     sparsity: str | None
     share: float
+    left_out: str
 
     @classmethod
     def of(
@@ -146,22 +148,26 @@ class _Terms:
         max_tokens: int,
     ) -> _Terms:  # fmt: skip
         """A plan that the user gave decides instead of flags."""
+        from penstock.serve.batch.what_is_left_out import what_is_left_out
         from penstock.serve.planning import describe
 
-        most = describe(source.folder, verify=not machine.no_verify)[0].max_positions
+        spec, _ = describe(source.folder, verify=not machine.no_verify)
+        most, sparsity = spec.max_positions, work.sparsity if plan is None else plan.sparsity
+        left_out = what_is_left_out(sparsity, source.folder, spec, plan)
         context = min(work.named_context or most, most)
         if plan is None:
-            return cls(names, context, max_tokens, work.kv, work.sparsity, value_share(work.attention))
+            return cls(names, context, max_tokens, work.kv, sparsity, value_share(work.attention), left_out)
         kv = [home.format.name for home in plan.kv]
-        return cls(names, min(context, plan.context), max_tokens, kv, plan.sparsity, plan.value_share)
+        return cls(names, min(context, plan.context), max_tokens, kv, sparsity, plan.value_share, left_out)
 
     def key(self, source: Source, machine: Machine) -> list[Any]:
-        """OUT is gone on with only under the same key. The share stands in it only below 1, so that a file goes on that
-        was begun before shares existed."""
+        """OUT is gone on with only under the same key. The share stands in it only below 1, and what is left out only
+        where something is, so that a file goes on that was begun before these existed."""
         from penstock.store.predictors import model_sha256
 
         what = [model_sha256(source.folder), self.names[0], self.context, self.max_tokens, self.kv, self.sparsity]
-        return [*what, machine.exact, machine.device, *([self.share] if self.share < 1 else [])]
+        what += [machine.exact, machine.device, *([self.share] if self.share < 1 else [])]
+        return what + ([self.left_out] if self.left_out else [])
 
 
 @dataclass(frozen=True)
