@@ -109,7 +109,7 @@ def _rounds(bench: Mxfp4, rounds: int, section: str, limit: int | None) -> Figur
 def _ours(bench: Mxfp4, limit: int | None) -> Figures:
     ceilings = Ceilings(sorted(bench.packed.glob("*.safetensors")))
     with bench.ours(limit) as (worker, _):
-        # Ceilings come first: the 8 tokens after 3 s of other work take 1.3 times as long, and the peer's have none before.
+        # Ceilings come first: 8 tokens after 3 s of other work take 1.3 times as long. The peer has no such pause.
         before = ceilings.read()
         worker.ask("follow", WARM_TOKENS if limit is None else OFFLOAD_WARM)
         answer = worker.ask("follow", DECODE_TOKENS if limit is None else OFFLOAD_TOKENS)

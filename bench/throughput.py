@@ -125,7 +125,12 @@ class Setting:
         policies = distinct(policies)[:most]
         for i in range(rounds):
             for policy in policies if i % 2 == 0 else reversed(policies):
-                self._seconds.setdefault(policy.name, []).append(self._run(policy)["s_per_token"])
+                try:
+                    seconds = self._run(policy)["s_per_token"]
+                except WorkerEnded as ended:
+                    tell(f"{self.name}, {policy.name}: {ended}")
+                else:
+                    self._seconds.setdefault(policy.name, []).append(seconds)
 
     def regrets(self) -> Figures:
         """Of the policies that have run."""

@@ -51,10 +51,11 @@ class Policies:
 
     def ablated(self) -> Iterator[Policy]:
         """FlexGen's Table 4: without its search (everything streams, KV in 16 bits lies on the disk), and without
-        overlap (loads are begun for the block at hand alone)."""
+        overlap (loads are begun for the block at hand alone, and nothing stays in KV pages that nobody has, which takes
+        the overlapped order)."""
         unsearched = replace(self.ask, kv="float16", kv_home="disk", resident_bytes=0)
         yield Policy("without search", self.ask, self._solved(unsearched).plan)
-        yield self._policy("without overlap", replace(self.chosen().plan, order="saving"))
+        yield self._policy("without overlap", replace(self.chosen().plan, order="saving", guests=False))
 
     def row_by_row(self, most: int) -> list[Policy]:
         """Batch after batch, each answered before the next begins, with KV of 16 bits in RAM: of all sizes that fit

@@ -18,8 +18,12 @@ from bench.peers import WorkerEnded
 from bench.peers.block import Block
 from bench.throughput import Setting, beside, medians
 from bench.throughput_engines import absent, bound_needs_s
+from bench.throughput_policies import Policies
+from penstock.graph.check_plan import check_plan
+from penstock.spec import plan as plans
 from penstock.spec.ask import Ask
-from tests.cpu.commands import machine_cache
+from penstock.store.packed import open_packed
+from tests.cpu.commands import MACHINE, machine_cache
 from tests.cpu.engines import make_model
 
 HOMES = [("memory", "float16"), ("disk", "float16"), ("disk", "int8")]
@@ -50,6 +54,27 @@ def test_the_bytes_of_a_block(home: str, kv: str, steps: int, tmp_path: Path) ->
     assert a_token == pytest.approx(sum(throughput_engines_kv(block)))
     needs = bound_needs_s(facts, found, disk=1e9, ram=1e10, ops=1e11)
     assert needs["disk"] * 1e9 == facts["pass_streamed_bytes"] + found["kv_read_bytes"] / found["passes"]
+
+
+@pytest.mark.parametrize("kv_home", ["memory", "disk"])
+def test_policies_without_a_part_of_the_search_can_run(kv_home: str, tmp_path: Path) -> None:
+    """Also where the chosen plan has what only its own order allows: units in KV pages that nobody has."""
+    packed = open_packed(make_model(tmp_path, "llama", "int4"))
+    machine = MACHINE
+    ask = Ask(
+        prompt_tokens=70,
+        output_tokens=8,
+        batch=4,
+        context=256,
+        objective="throughput",
+        kv_home=kv_home,
+        resident_bytes=0,
+    )
+    policies = Policies(packed, ask, machine)
+    assert policies.chosen().plan.guests == (kv_home == "memory")
+    for policy in policies.ablated():
+        check_plan(policy.plan, packed.spec, packed.weights)
+        assert plans.loads(plans.dumps(policy.plan), "a plan") == policy.plan
 
 
 def throughput_engines_kv(block: Block) -> Iterator[int]:
