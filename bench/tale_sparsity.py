@@ -30,7 +30,7 @@ from penstock.spec.order import hot_to_cold
 from penstock.spec.parts import GRANULE_ROWS, Part
 from penstock.store.pack import pack
 from penstock.store.packed import Packed, open_packed
-from penstock.store.quantize import decode
+from penstock.store.quantize import decode_block
 from penstock.store.synth import Rated
 from tools.reference_text import read_books
 
@@ -81,9 +81,7 @@ def live_neurons(packed: Packed, windows: Sequence[NDArray[np.int32]]) -> list[F
 
 def before_relu(part: Part, granule: NDArray[np.uint8], matrix: str, h: NDArray[np.float32]) -> NDArray[np.float32]:
     """float32 [T, rows of a granule]: what its neurons have before their ReLU, for h float32 [T, D]."""
-    block = part.block(matrix)
-    weights = decode(granule[block.offset :][: block.nbytes], block.rows, block.cols, block.format)
-    product = h @ weights.T
+    product = h @ decode_block(granule, part.block(matrix)).T
     if part.has(f"{matrix}_bias"):
         bias = part.block(f"{matrix}_bias")
         product += granule[bias.offset :][: bias.nbytes].view(np.float32)

@@ -40,7 +40,7 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.files import read_text
-from penstock.store.quantize import decode
+from penstock.store.quantize import decode, decode_block
 from penstock.store.synth import RandomWeights, Rated
 from penstock.units import format_bytes
 
@@ -137,10 +137,7 @@ def find_shifts(
 ) -> tuple[dict[int, Float32], tuple[HowFired, ...]]:
     """The shifts of each layer's neurons, [N] float32, for `store.synth`, and what was measured in each layer. No more
     than a layer's weights are in memory. Raises DoesNotFit, StorageFailed where the system refuses memory, and
-    BadRequest where an FFN's inputs have nothing in common, or where what is activated does not lie in tiles."""
-    if weights.records:
-        tiles = Format(weights.kind, weights.group, neurons=True).name
-        raise BadRequest(f"weights in {weights.name} are not given rates of firing in this version: take {tiles}")
+    BadRequest where an FFN's inputs have nothing in common."""
     shifts: dict[int, Float32] = {}
     maker = RandomWeights(spec, seed, shifts=shifts)
     tokens = np.random.default_rng([seed, 5]).integers(0, min(_BYTES, spec.vocab), (_WINDOWS, _width(spec)), np.int32)
@@ -257,7 +254,7 @@ class _OneLayer:
         biases, measured = np.empty(part.rows, np.float32), _Counts(part.rows, windows)
         for g, granule in enumerate(weights):
             rows = slice(g * n, min((g + 1) * n, part.rows))
-            matrix = decode(granule[block.offset : block.offset + block.nbytes], block.rows, block.cols, block.format)
+            matrix = decode_block(granule, block)
             before = h @ matrix[: rows.stop - rows.start].T / scale  # [T, rows]
             fitted = before[:halves]
             biases[rows] = fitted.std(0) * z[rows] - fitted.mean(0)

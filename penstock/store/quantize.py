@@ -127,6 +127,13 @@ def decode_rows(granule: Array, block: Block) -> Array:
     return numbers[:, :c].astype(np.float32) * scales[:, group_of] + minimums[:, group_of]
 
 
+def decode_block(granule: Array, block: Block) -> Array:
+    """A matrix of a granule uint8 [granule_bytes], in tiles or neuron by neuron → float32 [rows, cols]."""
+    if block.stride:
+        return decode_rows(granule, block)
+    return decode(granule[block.offset : block.end], block.rows, block.cols, block.format)
+
+
 def fields(buffer: Array, rows: int, cols: int, fmt: Format) -> tuple[Array, Array, Array]:
     """A matrix of an integer format as views: codes uint8 [tiles, G, lines, 16, 4], scales and minimums
     float16 [tiles, G, 16]."""

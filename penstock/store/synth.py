@@ -32,7 +32,7 @@ from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES, read_config
-from penstock.store.quantize import decode, encode, encode_rows, fields, words
+from penstock.store.quantize import decode, decode_rows, encode, encode_rows, fields, row_view, words
 from penstock.store.random_blocks import fill_blocks
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed
 
@@ -278,6 +278,9 @@ class RandomWeights:
 
 def _add(granule: Array, block: Block, shifts: Array) -> None:
     """Adds a number to all weights of each of the block's first rows. shifts float32 [rows]."""
+    if block.stride:
+        _add_rows(granule, block, shifts)
+        return
     packed, fmt = granule[block.offset : block.offset + block.nbytes], block.format
     if fmt.is_quantised:  # the same number more in every minimum
         minimums = fields(packed, block.rows, block.cols, fmt)[2]  # [tiles, G, 16]
@@ -288,6 +291,19 @@ def _add(granule: Array, block: Block, shifts: Array) -> None:
     values = decode(packed, block.rows, block.cols, fmt)
     values[: len(shifts)] += shifts[:, np.newaxis]
     encode(values, fmt, out=packed)
+
+
+def _add_rows(granule: Array, block: Block, shifts: Array) -> None:
+    """As `_add`, of a block that lies neuron by neuron."""
+    if not block.format.is_quantised:
+        values = decode_rows(granule, block)[: len(shifts)]
+        encode_rows(values + shifts[:, np.newaxis], block, granule)
+        return
+    rows, groups = row_view(granule, block)[: len(shifts)], block.format.groups(block.cols)
+    begin = block.format.codes_bytes(block.cols) + 2 * groups  # behind codes and scales
+    minimums = np.ascontiguousarray(rows[:, begin : begin + 2 * groups]).view(np.float16)
+    moved = (minimums + shifts[:, np.newaxis]).astype(np.float16)
+    rows[:, begin : begin + 2 * groups] = moved.view(np.uint8)
 
 
 def _tile(out: Array, pool: Array, start: int) -> None:

@@ -47,8 +47,12 @@ def made(folder: Path, config: dict[str, Any], weights: str) -> tuple[Packed, Fi
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"), [("opt", "int4"), ("reglu", "int4"), ("reglu", "bfloat16"), ("squared", "int8")]
-)
+    ("name", "weights"),
+    [
+        ("opt", "int4"), ("reglu", "int4"), ("reglu", "bfloat16"), ("squared", "int8"), ("opt", "int4-records"),
+        ("reglu", "int4-records"), ("squared", "bfloat16-records"),
+    ],
+)  # fmt: skip
 def test_neurons_of_the_model_fire_at_their_rates(tmp_path: Path, name: str, weights: str) -> None:
     """On other tokens than those that the shifts were found with."""
     packed, rates = made(tmp_path, CONFIGS[name], weights)

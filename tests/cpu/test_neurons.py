@@ -20,14 +20,14 @@ from penstock.kernels import cpu
 from penstock.kernels.reference import dense
 from penstock.kernels.reference.matrix import Scratch
 from penstock.planner.firing import measured
-from penstock.serve import firing_rates, profiling
+from penstock.serve import profiling
 from penstock.spec.format import parse_format
 from penstock.spec.model import FfnSpec
 from penstock.spec.parts import Part, _ffn_part
 from penstock.spec.plan import Plan
 from penstock.spec.profile import dumps
 from penstock.store.pack import pack
-from penstock.store.packed import open_packed, read_config
+from penstock.store.packed import open_packed
 from penstock.store.profile_file import FILE, keep
 from penstock.store.quantize import decode, decode_rows, encode, encode_rows
 from penstock.store.synth import synth
@@ -383,9 +383,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="only dense FFNs"):
         synth(tmp_path / "moe.json", tmp_path / "moe", parse_format("int4-neurons"))
     (tmp_path / "opt.json").write_text(TINY_CONFIGS["opt"])
-    spec = read_config(tmp_path / "opt.json")[1]
-    with pytest.raises(BadRequest, match="not given rates"):
-        firing_rates.find_shifts(spec, parse_format("int4-records"), 0, firing_rates.parse_rates("zipf:1", spec))
     plain = make_model(tmp_path, "llama", "float32")
     with pytest.raises(BadRequest, match="no ReLU"):
         load(plain, context=64, sparsity="exact")
