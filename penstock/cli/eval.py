@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -12,6 +12,9 @@ from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, PlanFile, Weights, Workload, given_plan, read_text
 from penstock.cli.output import print_json, progress
 from penstock.cli.text_argument import TextFile
+
+if TYPE_CHECKING:
+    from penstock.serve.evaluate import Evaluation
 
 
 def eval_(
@@ -41,29 +44,35 @@ def eval_(
     text, plan = read_text(file), given_plan(plan_file, machine, work)
     ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     sparsity = work.sparsity if plan is None else plan.sparsity
-    sources = [packed_model(model, weights, machine, cache_limit, sparsity=sparsity)]
+    from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
+
+    verify = not machine.no_verify
+    sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
     if against is not None:
         sources.append(packed_model(against, None, machine, cache_limit))
-    from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
-    from penstock.serve.planning import describe
-
-    described = [describe(source.folder, verify=not machine.no_verify)[0] for source in sources]
-    window = min([WINDOW_TOKENS, *(spec.max_positions for spec in described)])
+    window = min([WINDOW_TOKENS, *(source.spec(verify).max_positions for source in sources)])
     ask = dataclasses.replace(ask, score=True, context=window, prompt_tokens=window, output_tokens=1)
     if against is not None and ask.host_memory_bytes is not None:
         # Both models are in this process, and the limit is the process's.
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
-        engine = stack.enter_context(loaded(sources[0], ask, machine, plan))
+        stack.callback(sources[0].close)
+        stack.enter_context(sources[0].naming())
+        tokenizer = sources[0].open_tokenizer(ask.host_memory_bytes, verify)
+        engine = stack.enter_context(loaded(sources[0], ask, machine, plan, tokenizer=tokenizer))
         # --kv is one of the lossy choices, and so are predictors, levels and --attention.
         exactly = "auto" if ask.sparsity in ("predict", "threshold") else ask.sparsity
         kept_whole = dataclasses.replace(ask, kv=None, sparsity=exactly, attention="full")
         exact = stack.enter_context(loaded(sources[1], kept_whole, machine)) if against is not None else None
         with progress() as tell:
             scores = evaluate(engine, text, exact, tell)
+        _print(scores, as_json)
+
+
+def _print(scores: Evaluation, as_json: bool) -> None:
     if as_json:
         print_json({name: value for name, value in vars(scores).items() if value is not None})
         return
-    print(f"perplexity {scores.perplexity:.4f} over {scores.tokens} tokens")
+    print(f"perplexity {scores.perplexity:.4f} over {scores.tokens} tokens", flush=True)
     if scores.kl is not None and scores.agree is not None:
-        print(f"KL {scores.kl:.6f} nats a token; the same best token in {scores.agree:.2%}")
+        print(f"KL {scores.kl:.6f} nats a token; the same best token in {scores.agree:.2%}", flush=True)

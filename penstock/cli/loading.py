@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.cli.options import Machine, file_to_write, where
 from penstock.cli.output import note, progress
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from penstock.serve.tokenizer import Tokenizer
     from penstock.serve.trace_file import TraceFile
     from penstock.spec.plan import Plan
+
+# When a packed copy is written that a checkpoint lacks: before the caller has the engine; when the caller is done, or
+# was ended by Ctrl-C or a closed pipe, but not where the caller failed; or in a thread beside the caller, who waits for
+# it at the end for so many seconds.
+When = Literal["first", "after", "beside"]
+_ENDING_S = 10.0
 
 
 def packed_model(
@@ -100,13 +106,12 @@ def loaded(
     guide_bytes: int = 0,
     family: str | None = None,
     prompt: Sequence[int] = (),
-    copy_first: bool = False,
+    copy: When = "after",
 ) -> Iterator[Engine]:
-    """Yields an engine with its weights in place, and closes it at the end. A packed copy that the model lacks is
-    written when the caller is done, unless the caller failed. `copy_first`: it is written before the caller has the
-    engine. Where it cannot be written that is noted, and the caller's work stands. `record`: a trace of the engine's
-    passes. `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`, `prompt`: as
-    for `Loading`. Raises as `Engine.open`."""
+    """Yields an engine with its weights in place, and closes it at the end. `copy`: when a packed copy that the model
+    lacks is written. Where it cannot be written that is noted, and the caller's work stands. `record`: a trace of the
+    engine's passes. `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`,
+    `prompt`: as for `Loading`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
 
     how = loading(
@@ -121,24 +126,35 @@ def loaded(
     with progress() as tell:
         engine = Engine.open(source, ask, how, tell)
     try:
-        if copy_first:
-            _write_copy(engine, "")
+        if copy == "first":
+            _write_copy(engine)
+        elif copy == "beside":
+            engine.begin_copy(note, lambda text, _, total: None if total else note(text))
         for line in engine.notes:
             note(line)
         if record is not None:
             engine.session.watchers.append(record.add)
-        yield engine
-        if not copy_first:
+        try:
+            yield engine
+        except (KeyboardInterrupt, BrokenPipeError):  # the caller is done early
+            if copy == "after" and engine.lacks_copy:
+                note("writes the packed copy, which the next run starts from; Ctrl-C ends that too")
+                _write_copy(engine)
+            raise
+        if copy == "after":
             _write_copy(engine, "the answer is whole, but ")
+        elif copy == "beside":
+            engine.end_copy(_ENDING_S)
     finally:
         engine.close()
 
 
-def _write_copy(engine: Engine, else_said: str) -> None:
+def _write_copy(engine: Engine, else_said: str = "") -> None:
     """Writes the packed copy that the model lacks. Where that fails, it is noted after `else_said`."""
+    from penstock.serve.copying import why_not_written
+
     try:
         with progress() as tell:
             engine.write_copy(tell)
     except (PenstockError, OSError) as error:
-        why = error.message if isinstance(error, PenstockError) else str(error)
-        note(f"{else_said}the packed copy was not written, so the next run begins as this one did: {why}")
+        note(f"{else_said}{why_not_written(error)}")

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from penstock.cli.chat import Chat, opening, typed_lines
 from penstock.cli.flags import flag
 from penstock.cli.live import live
-from penstock.cli.loading import loaded, packed_model, tracing
+from penstock.cli.loading import When, loaded, packed_model, tracing
 from penstock.cli.options import (
     CacheLimit,
     Json,
@@ -131,13 +131,10 @@ def run(
         at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind
         if keep is not None:
             require_answers(source.spec(not machine.no_verify), str(source.folder))
-        from penstock.serve.tokenizer import Tokenizer
-
         _import_ahead("penstock.serve.engine")
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         with source.naming():
-            tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify, spare)
-            source.accept(tokenizer)
+            tokenizer = source.open_tokenizer(ask.host_memory_bytes, not machine.no_verify, spare)
             asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system_text)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
@@ -150,9 +147,10 @@ def run(
             ask = work.ask(machine, max(1, len(ids)), params.max_tokens)
         # Whoever reads JSON, a trace or a record wants figures of passes that nothing was done beside.
         ahead = () if as_json or chatting or work.batch > 1 or traced is not None or keep is not None else ids
+        copy: When = "first" if chatting else "after"
         with (
             source.naming(),  # the tokenizer may refuse what the answer asks of it
-            loaded(source, ask, machine, plan, traced, tokenizer, prompt=ahead, copy_first=chatting) as engine,
+            loaded(source, ask, machine, plan, traced, tokenizer, prompt=ahead, copy=copy) as engine,
             recording(engine) if keep is not None else contextlib.nullcontext() as recorder,
         ):
             if why:

@@ -148,7 +148,9 @@ def serve(
 
     def load(called: str) -> Loaded:
         sparsity = work.sparsity if plan is None else plan.sparsity
-        source = packed_model(paths[called], weights, machine, cache_limit, chat=True, sparsity=sparsity)
+        # KV that is kept is found by the checksums of a packed copy, and a plan of a file is for one.
+        unpacked = plan is None and kept is None
+        source = packed_model(paths[called], weights, machine, cache_limit, True, unpacked, sparsity)
         return _load(called, source, ask, machine, plan, serving, kept)
 
     first = load(next(iter(paths)))
@@ -170,20 +172,21 @@ def serve(
 def _load(
     name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, serving: Serving, kept: KeptKv | None
 ) -> Loaded:
-    """Loads a model and begins to answer with it. Raises as `loaded`."""
+    """Loads a model and begins to answer with it. A packed copy that it lacks is written meanwhile. Raises as
+    `loaded`."""
     from penstock.planner.pace import pace
     from penstock.planner.pass_times import PassTimes
     from penstock.planner.swap import swap
     from penstock.serve.api.shelf import Loaded
     from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
-    from penstock.serve.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, not machine.no_verify)
-    guide = guide_bytes(tokenizer.size) if has_guides() and not serving.no_schemas else 0
-    beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
     with ExitStack() as stack:
-        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside))
+        stack.callback(source.close)
+        tokenizer = source.open_tokenizer(ask.host_memory_bytes, not machine.no_verify)
+        guide = guide_bytes(tokenizer.size) if has_guides() and not serving.no_schemas else 0
+        beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
+        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside, copy="beside"))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)

@@ -4,12 +4,14 @@ copied out of there, to be written.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InternalError
+from penstock.errors import BadRequest, InternalError
 from penstock.graph.arenas import Layout
 from penstock.graph.tasks import Slot
 from penstock.runtime.arena import Arenas
@@ -18,6 +20,10 @@ from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.store.unpacked import PIECE_BYTES
 from penstock.store.writer import Fill
+
+# Granules to be copied wait so long for a moment without a pass, and look so often. A pass that then waits for 8 MiB to
+# be copied, 1 to 2 ms, does so at most once in this time.
+_PATIENCE_S, _LOOK_S = 0.05, 0.005
 
 
 class Made:
@@ -67,6 +73,22 @@ def copied(plan: Plan, layout: Layout, arenas: Arenas) -> Fill:
             raise InternalError(f"of granules {lo} to {hi} of {part.key} {there} are in RAM")
 
     return fill
+
+
+def between_passes(fill: Fill, stepping: threading.Lock, closed: Callable[[], bool]) -> Fill:
+    """`fill`, called while no pass holds `stepping`. It waits for a moment in which nobody wants a pass; after 50 ms
+    the end of the pass under way has to do. Raises BadRequest when the model is `closed`."""
+
+    def waiting(part: Part, lo: int, hi: int, out: NDArray[np.uint8]) -> Callable[[], None] | None:
+        until_s = time.perf_counter() + _PATIENCE_S
+        while stepping.locked() and time.perf_counter() < until_s:
+            time.sleep(_LOOK_S)
+        with stepping:
+            if closed():
+                raise BadRequest("this model was closed while its packed copy was written")
+            return fill(part, lo, hi, out)
+
+    return waiting
 
 
 def stays_here(plan: Plan) -> bool:

@@ -29,6 +29,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ _END_S = 10.0  # until a child that closed the socket has ended
 _LEAST_S = 1e-3  # of processor time: a timer of 0 would never ring
 _CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 T = TypeVar("T")
+Naming = Callable[[], AbstractContextManager[None]]  # makes a context in which errors get other names for files
 _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageFailed)}
 
 
@@ -81,13 +83,14 @@ class Confined:
         spare: Child | None = None,
         module: str = TOKENIZER_CHILD,
         arguments: Callable[[], list[Any]] | None = None,
+        naming: Naming = nullcontext,
     ) -> None:
         """`opening`: returns the limits of opening the folder, and is called each time that it is opened. `spare`: a
         child that was started and asked nothing yet; the first request takes it. `module`: that the child runs.
-        `arguments`: what it opens; None for the folder."""
+        `arguments`: what it opens; None for the folder. `naming`: the context of each request."""
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
         self._opening, self._patience_s = opening, patience_s
-        self._module, self._arguments = module, arguments
+        self._module, self._arguments, self._naming = module, arguments, naming
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._spare = spare
         self._child: Child | None = None
@@ -96,13 +99,13 @@ class Confined:
     def open(self) -> dict[str, Any]:
         """Opens the folder's files and returns their facts (`Vocabulary.facts`). Raises BrokenModel beyond a limit, and
         the child's errors."""
-        with self._mine():
+        with self._naming(), self._mine():
             return self._start()
 
     def ask(self, action: str, arguments: list[Any], limits: ChildLimits) -> tuple[Any, float]:
         """The answer, and the seconds of processor time that it took. Raises BrokenModel beyond a limit, and the
         child's errors. `action`: the name of a method of `Vocabulary`."""
-        with self._mine():
+        with self._naming(), self._mine():
             # A child may also have been ended from outside, while it had nothing to do.
             if self._child is None or self._child.process.poll() is not None:
                 self._start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from penstock.planner.predict import Prediction
 from penstock.planner.solve import settle_context
 from penstock.runtime.host import Progress
 from penstock.serve.answering import Answering, checked_ids
+from penstock.serve.copying import CopyWriting
 from penstock.serve.generation import Generation
 from penstock.serve.guides import Guide, Guides, memory_left
 from penstock.serve.history import error_band, note_run
@@ -74,6 +75,8 @@ class Engine:
         self._guide_bytes = planned.how.guide_bytes
         self.last: Generation | None = None
         self._source: Source | None = None
+        self._copying = threading.Lock()  # held while the packed copy is written
+        self._copy: CopyWriting | None = None  # who writes it beside answers
         self.pooling = of_packed(packed.folder)
 
     @classmethod
@@ -84,7 +87,8 @@ class Engine:
         is packed first. Raises as `load`."""
         how = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
         if source.to_write is not None:
-            engine = cls._load_unpacked(source, source.to_write, ask, how, on_progress)
+            with source.naming():
+                engine = cls._load_unpacked(source, source.to_write, ask, how, on_progress)
             if engine is not None:
                 return engine
             source = source.packed(on_progress)
@@ -145,14 +149,29 @@ class Engine:
         )
         return cls(packed, planned, session, why)
 
+    @property
+    def lacks_copy(self) -> bool:
+        """Whether the checkpoint was loaded without a packed copy, and none was written since."""
+        return self._source is not None and self._source.to_write is not None
+
     def write_copy(self, on_progress: Progress | None = None) -> None:
         """Writes the packed copy of a checkpoint that was loaded without one, out of memory, and holds it as one that
-        was found. Does nothing where there is one. A call that is broken off leaves no copy. Raises StorageFailed;
-        BrokenModel where the checkpoint has changed."""
-        source = self._source
-        if source is not None and source.to_write is not None:
-            with self._turns.turn():
-                self._source = source.written(self.session.loaded_granules(), on_progress)
+        was found. Does nothing where there is one. Meanwhile others may ask. A call that is broken off leaves no copy.
+        Raises StorageFailed; BrokenModel where the checkpoint has changed; BadRequest after `close`."""
+        with self._copying:
+            if self._source is not None and self._source.to_write is not None:
+                self._source = self._source.written(self.session.loaded_granules(), on_progress)
+
+    def begin_copy(self, failed: Callable[[str], None], on_progress: Progress | None = None) -> None:
+        """Has a thread do `write_copy`, between passes, until `end_copy` or `close`. `failed`: gets a line where the
+        copy cannot be written. Does nothing where there is one."""
+        if self.lacks_copy:
+            self._copy = CopyWriting(self.write_copy, failed, on_progress)
+
+    def end_copy(self, within_s: float | None = None) -> None:
+        """Waits, at most so many seconds, until the copy that was begun is written."""
+        if self._copy is not None:
+            self._copy.wait(within_s)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -186,7 +205,20 @@ class Engine:
         return self.session.peak_host_bytes + children
 
     def close(self) -> None:
-        """Frees the model. An answer under way in another thread ends with BadRequest at its next token."""
+        """Frees the model. An answer under way in another thread ends with BadRequest at its next token. A copy that is
+        being written is broken off."""
+        if self._copy is not None:
+            self._copy.break_off()
+        self._free()
+
+    def leave(self) -> None:
+        """Frees the model when its copy is written, and does not wait for that."""
+        if self._copy is not None:
+            self._copy.then(self._free)
+        else:
+            self._free()
+
+    def _free(self) -> None:
         self.session.close()
         if self._source is not None:
             self._source.close()

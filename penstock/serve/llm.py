@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from penstock.serve.planning import default_cache
 from penstock.serve.pooling import Pool, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
-from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
 
@@ -53,6 +53,9 @@ class LLM:
     an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`. `attention`: "full", or for instance
     "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy). `on_progress(text,
     done, total)`: is called while downloading, packing and loading.
+
+    If all weights stay in RAM, a first use loads the checkpoint itself. A thread then writes the packed copy between
+    passes, and a program's end waits for it. Where it cannot be written there is a warning.
 
     Raises BadRequest, BrokenModel, UnsupportedModel, DamagedModel, DoesNotFit, StorageFailed and DeviceFailed, all of
     them PenstockErrors.
@@ -104,13 +107,20 @@ class LLM:
             verify=verify,
             on_progress=on_progress,
             where=where,
+            unpacked=True,
             require=partial(require_unpacked, sparsity),
         )
-        tokenizer = Tokenizer.open(source.folder, ask.host_memory_bytes, verify)
-        how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
-        self.engine = Engine.open(source, ask, how, on_progress)
+        try:
+            tokenizer = source.open_tokenizer(ask.host_memory_bytes, verify)
+            how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
+            self.engine = Engine.open(source, ask, how, on_progress)
+        except BaseException:
+            source.close()
+            raise
+        self._name = source.called.name
         self._starting = threading.Lock()
         self._service: Service | None = None
+        self.engine.begin_copy(warnings.warn)
 
     def generate(self, prompts: Prompts, params: SamplingParams | None = None) -> list[RequestOutput]:
         """Completes each prompt as it stands; no chat template is applied. A prompt is a text or a list of token ids.
@@ -195,11 +205,15 @@ class LLM:
         return self.engine.pooling is not None
 
     def close(self) -> None:
-        """Frees the model's memory. What other threads wait for ends with BadRequest."""
+        """Frees the model's memory, when the packed copy of a first use is written. What other threads wait for ends
+        with BadRequest. Ctrl-C ends the writing; then the next use is a first one again, or packs the rest."""
         with self._starting:
             if self._service is not None:
                 self._service.close(_CLOSED)
-        self.engine.close()
+        try:
+            self.engine.end_copy()
+        finally:
+            self.engine.close()
 
     def service(self) -> Service:
         """The service that answers all threads together. It is made for the first one."""
@@ -211,7 +225,7 @@ class LLM:
     def __repr__(self) -> str:
         plan = self.engine.plan
         return (
-            f"<LLM {self.engine.packed.folder.name}: context {plan.context}, batch {self.engine.ask.batch}, "
+            f"<LLM {self._name}: context {plan.context}, batch {self.engine.ask.batch}, "
             f"{self.engine.prediction.decode_tokens_per_s:.3g} tokens/s promised>"
         )
 
@@ -225,7 +239,7 @@ class LLM:
         # Whoever waits for an answer holds this object. So no request is open here. A model that failed to load has no
         # engine, and while the interpreter ends anything may be gone.
         with suppress(Exception):
-            self.engine.close()
+            self.engine.leave()
 
 
 def one_answer(params: SamplingParams) -> SamplingParams:

@@ -31,7 +31,7 @@ from penstock.runtime.first_loads import load_weights
 from penstock.runtime.host import Progress
 from penstock.runtime.kv_file import KvFile
 from penstock.runtime.kv_pages import KvPages
-from penstock.runtime.made import copied
+from penstock.runtime.made import between_passes, copied
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.open_passes import OpenPassRunner, open_lowering
 from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
@@ -287,9 +287,9 @@ class Session:
         return moved
 
     def loaded_granules(self) -> Fill:
-        """Gives the granules that stay in RAM as they are packed, while the session is open. Of a plan that
-        `stays_here`."""
-        return copied(self.plan, self.lowering.layout, self._arenas)
+        """Gives the granules that stay in RAM as they are packed, between passes. Of a plan that `stays_here`."""
+        fill = copied(self.plan, self.lowering.layout, self._arenas)
+        return between_passes(fill, self._stepping, lambda: self._closed)
 
     def reread(self, seconds: float) -> tuple[Read, Read]:
         """Times the disk and the RAM, in this order. Loads the weights that a decode pass streams, for about so many

@@ -12,6 +12,7 @@ from penstock.runtime.host import Progress
 from penstock.serve import shapes
 from penstock.serve.before_packing import try_tokenizer
 from penstock.serve.cached import Cached, Require
+from penstock.serve.confined import Child
 from penstock.serve.named import locate
 from penstock.serve.planning import describe
 from penstock.serve.tokenizer import Tokenizer
@@ -96,17 +97,26 @@ class Source:
         """The model's. `verify`: as for `describe`, which it raises as."""
         return self.unpacked.model.spec if self.unpacked is not None else describe(self.folder, verify=verify)[0]
 
-    def accept(self, tokenizer: Tokenizer) -> None:
-        """Tries the tokenizer of a checkpoint that is loaded without a copy, as it is tried before a checkpoint is
-        packed. Raises as `check_text_files`."""
-        if self.unpacked is not None and self.cached is not None:
-            try_tokenizer(tokenizer, chat=self.cached.chat)
+    def open_tokenizer(
+        self, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None
+    ) -> Tokenizer:
+        """Opens the model's tokenizer, and tries that of a checkpoint which is loaded without a copy, as it is tried
+        before a checkpoint is packed. The arguments are those of `Tokenizer.open`. Raises as it does, and as
+        `check_text_files`."""
+        with self.naming():
+            tokenizer = Tokenizer.open(self.folder, within_bytes, verify, spare, self.naming)
+            if self.unpacked is not None and self.cached is not None:
+                try_tokenizer(tokenizer, chat=self.cached.chat)
+            return tokenizer
+
+    @property
+    def called(self) -> Path:
+        """The folder or file by which errors name the model."""
+        return self.folder if self.unpacked is None else self.unpacked.job.checkpoint.folder
 
     def naming(self) -> AbstractContextManager[None]:
         """In this block errors name the checkpoint, and not the folder that was made of its small files."""
-        if self.unpacked is None:
-            return nullcontext()
-        return naming(self.unpacked.job.checkpoint.folder, self.unpacked.model.folder)
+        return nullcontext() if self.unpacked is None else naming(self.called, self.unpacked.model.folder)
 
     def close(self) -> None:
         """Lets other processes remove the packed model."""
@@ -143,7 +153,7 @@ def resolve(
     those unused for longest are removed first. `verify`: whether a copy's small files are compared with their
     checksums. `chat`: whether the chat template is parsed before the model is packed. `where`: places to look for it
     besides paths. `unpacked`: a checkpoint that has no copy may be given as it is, to be loaded and packed after that.
-    Its tokenizer was not tried then: the caller opens it, and calls `Source.accept` before it loads. `require`: as for
+    Its tokenizer was not tried then: the caller opens it by `Source.open_tokenizer` before it loads. `require`: as for
     `Cached`.
 
     Raises BadRequest where `model` is no model, and as `require`; UnsupportedModel or BrokenModel where it cannot be

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from penstock.errors import BadRequest, BrokenModel
 from penstock.serve import template
-from penstock.serve.confined import Child, ChildLimits, Confined
+from penstock.serve.confined import Child, ChildLimits, Confined, Naming
 from penstock.serve.text_files import TOKENIZER
 from penstock.serve.text_limits import TextLimits
 from penstock.serve.tools.writing import Writing, by_name
@@ -36,12 +37,14 @@ class Tokenizer:
     here.
     """
 
-    def __init__(self, folder: Path, within_bytes: int | None, spare: Child | None = None) -> None:
+    def __init__(
+        self, folder: Path, within_bytes: int | None, spare: Child | None = None, naming: Naming = nullcontext
+    ) -> None:
         """Raises BrokenModel where a file of the folder is missing, damaged, or takes more than it may."""
         self.folder, self._limits = folder, TextLimits.of(folder, within_bytes)
         # A method of the limits and not of this object: with a reference back to it the child would live until the
         # garbage collector comes.
-        self._child = Confined(folder, partial(self._limits.now, "opening it"), spare=spare)
+        self._child = Confined(folder, partial(self._limits.now, "opening it"), spare=spare, naming=naming)
         facts = self._child.open()
         self.size: int = facts["size"]
         self.bos: int | None = facts["bos"]
@@ -59,17 +62,18 @@ class Tokenizer:
 
     @classmethod
     def open(
-        cls, folder: Path, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None
-    ) -> Tokenizer:
+        cls, folder: Path, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None,
+        naming: Naming = nullcontext,
+    ) -> Tokenizer:  # fmt: skip
         """Opens the tokenizer of a model's folder. `within_bytes`: the most memory of this process and the tokenizer's
         together (the limit of --host-memory). `verify`: a packed model's files are compared with their checksums.
-        `spare`: a child that was started before. Raises BrokenModel where there is no tokenizer.json, and as the
-        constructor does; DamagedModel where a file has changed."""
+        `spare`: a child that was started before. `naming`: as for `Confined`. Raises BrokenModel where there is no
+        tokenizer.json, and as the constructor does; DamagedModel where a file has changed."""
         if verify and is_packed(Path(folder)):
             check_files(Path(folder))
         if not os.path.lexists(Path(folder) / TOKENIZER):
             raise BrokenModel(f"{folder} has no {TOKENIZER}: save it with the model's tokenizer in that format")
-        return cls(Path(folder), within_bytes, spare)
+        return cls(Path(folder), within_bytes, spare, naming)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of a text. `add_special`: puts BOS first where tokenizer.json says so.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
+import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +45,13 @@ class DirectWriter:
         self._current = self._offset = self._synced = 0
         self._reserved: deque[_Stage] = deque()  # of each range that is not complete, its stage
         self._closed: deque[_Stage] = deque()  # stages that take no more ranges, and are not written yet
-        self._thread = ThreadPoolExecutor(1, "penstock-write")
+        self._thread = _Thread("penstock-write")
 
     def __enter__(self) -> DirectWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown(wait=True)
+        self._thread.end()
         os.close(self._fd)
         if kind is not None:
             self._file.unlink(missing_ok=True)
@@ -98,7 +102,8 @@ class DirectWriter:
         """Has the thread write the stages that are closed and complete."""
         while self._closed and self._closed[0].incomplete == 0:
             stage = self._closed.popleft()
-            stage.writing = self._thread.submit(self._write, stage.memory.data[: stage.filled], self._offset)
+            data, offset = stage.memory.data[: stage.filled], self._offset
+            stage.writing = self._thread.submit(partial(self._write, data, offset))
             self._offset += stage.filled
 
     def _write(self, data: memoryview, offset: int) -> None:
@@ -118,6 +123,35 @@ class DirectWriter:
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, end, os.POSIX_FADV_DONTNEED)
             self._synced = end
+
+
+class _Thread:
+    """Makes calls one after another, until `end`. An executor takes none once the interpreter ends, which waits for a
+    copy that is being written (`serve.copying`)."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """What becomes of the call."""
+        future = Future[None]()
+        self._calls.put((future, call))
+        return future
+
+    def end(self) -> None:
+        """Returns when all calls have been made."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (taken := self._calls.get()) is not None:
+            future, call = taken
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 def _open(file: Path) -> tuple[int, bool]:

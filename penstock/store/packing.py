@@ -233,11 +233,19 @@ def _encode_blocks(raw: npt.NDArray[Any], dtype: str, block: Block, first_column
 
 @contextmanager
 def naming(checkpoint: Path, made: Path | str) -> Iterator[None]:
-    """Errors name the checkpoint instead of the folder that was made of its small files. Raises what it renames."""
+    """Errors name the checkpoint instead of the folder that was made of its small files, in their message, numbers and
+    notes. Raises what it renames."""
+
+    def named(value: Any) -> Any:
+        return str(value).replace(str(made), str(checkpoint)) if isinstance(value, str | Path) else value
+
     try:
         yield
     except PenstockError as error:
-        raise type(error)(error.message.replace(str(made), str(checkpoint)), **error.numbers) from None
+        renamed = type(error)(named(error.message), **{key: named(value) for key, value in error.numbers.items()})
+        for line in getattr(error, "__notes__", ()):
+            renamed.add_note(named(line))
+        raise renamed from None
 
 
 @contextmanager

@@ -353,7 +353,7 @@ def test_llm_packs_a_checkpoint_once(cache: Path) -> None:
         with LLM(STORIES, weights="int8", cache=cache, on_progress=lambda what, *_: told.append(what)) as llm:
             assert llm.engine.packed.weights == parse_format("int8")
             assert llm.generate(PROMPTS[0])[0].text.startswith(", there was")
-    assert sum(what.startswith("packing embed") for what in told) == 1
+    assert sum(what.startswith("writes ") for what in told) == 1
 
 
 def test_plan(made: Any) -> None:

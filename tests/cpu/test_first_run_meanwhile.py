@@ -151,15 +151,66 @@ def test_no_temporary_folder_for_small_files(checkpoint: Path, tmp_path: Path, m
         assert found.to_write is None
 
 
-def test_ctrl_c_in_the_command_leaves_no_copy(checkpoint: Path, tmp_path: Path) -> None:
+def stopped(child: subprocess.Popen[bytes]) -> list[str]:
+    """What the command has said when it was ended by Ctrl-C."""
+    _, err = child.communicate(timeout=60)
+    lines = err.decode().splitlines()
+    assert (child.returncode, lines[-1]) == (130, "penstock: stopped")
+    return lines
+
+
+def test_ctrl_c_in_an_answer_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
     cache = machine_cache(tmp_path / "cache")
     child = start("run", checkpoint, "abc", "--cache", cache, "--ignore-eos", "--max-tokens", "100000")
     assert child.stdout is not None
     assert child.stdout.read(1)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
-    assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
-    assert not (cache / "models").exists() or names(cache) == []
+    assert "writes the packed copy, which the next run starts from" in stopped(child)[-2]
+    (folder,) = (cache / "models").iterdir()
+    verify(folder)
+    assert resolved(checkpoint, cache)[1].news == []
+
+
+SLOW = """
+import sys, time
+from penstock.store.packing import Packing
+write = Packing.write
+def slow(self, dst, fill, *arguments, **named):
+    def wait(*which):
+        time.sleep(0.5)
+        return fill(*which)
+    return write(self, dst, wait, *arguments, **named)
+Packing.write = slow
+from penstock.cli.entry import main
+sys.exit(main())
+"""
+
+
+def test_a_second_ctrl_c_ends_the_writing(checkpoint: Path, tmp_path: Path) -> None:
+    cache, script = machine_cache(tmp_path / "cache"), tmp_path / "slow"
+    script.write_text(f"#!{sys.executable}\n{SLOW}")
+    script.chmod(0o755)
+    flags = ("--cache", cache, "--ignore-eos", "--max-tokens", "100000")
+    child = start("run", checkpoint, "abc", *flags, script=script)
+    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout.read(1)
+    child.send_signal(signal.SIGINT)
+    while b"writes the packed copy" not in child.stderr.readline():
+        pass
+    child.send_signal(signal.SIGINT)
+    stopped(child)
+    assert names(cache) == []
+
+
+def test_a_closed_pipe_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
+    cache = machine_cache(tmp_path / "cache")
+    child = start("run", checkpoint, "abc", "--cache", cache, "--ignore-eos", "--max-tokens", "100000")
+    assert child.stdout is not None
+    assert child.stdout.read(1)
+    child.stdout.close()
+    assert child.wait(60) == 0
+    (folder,) = (cache / "models").iterdir()
+    verify(folder)
 
 
 def test_a_checkpoint_that_changes_before_its_copy_is_written(checkpoint: Path, tmp_path: Path) -> None:
