@@ -6,7 +6,6 @@ content: holes, which take no room on a disk. So whoever plans reads them as any
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_h
 from penstock.store.header import MAX_HEADER_BYTES as MAX_SAFETENSORS_HEADER_BYTES
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import MAX_CONFIG_BYTES
+from penstock.store.temporary import temporary_folder
 from penstock.units import format_bytes
 
 _TOKENIZER = "tokenizer.json"
@@ -57,8 +57,8 @@ def peek(name: HubName, where: Where, tell: Tell | None = None, available_bytes:
     of the block too. Raises as `pull`, and as reading a model's headers."""
     hub = Hub(where, tell)
     listing = hub.listing(name.repo, name.revision)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        stub = _Stub(hub, listing, Path(folder))
+    with temporary_folder() as folder:
+        stub = _Stub(hub, listing, folder)
         choice = choose(listing, name, stub.whole, available_bytes)
         if tell is not None and choice.said:
             tell(choice.said, 0, 0)
@@ -70,8 +70,8 @@ def peek(name: HubName, where: Where, tell: Tell | None = None, available_bytes:
 @contextmanager
 def stand_in(hub: Hub, listing: Listing, choice: Choice) -> Iterator[Path]:
     """As `peek`, of files that are chosen already."""
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        stub = _Stub(hub, listing, Path(folder))
+    with temporary_folder() as folder:
+        stub = _Stub(hub, listing, folder)
         with _called(listing.repo, stub.folder):
             stub.fill(choice)
             yield stub.folder / choice.main
@@ -87,8 +87,8 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
     wholes = [choice for choice in several.choices if len(choice.files) == 1][:_TRIED]
     if not wholes:
         raise several
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        stub = _Stub(Hub(where, tell), several.listing, Path(folder))
+    with temporary_folder() as folder:
+        stub = _Stub(Hub(where, tell), several.listing, folder)
         for nth, each in enumerate(wholes):
             try:
                 with _called(several.listing.repo, stub.folder):

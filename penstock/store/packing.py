@@ -29,6 +29,7 @@ from penstock.store.checkpoint import Checkpoint
 from penstock.store.files import storage_errors, write_bytes
 from penstock.store.header import KINDS, TensorInfo, quoted
 from penstock.store.quantize import encode, encode_rows, widen
+from penstock.store.temporary import temporary_folder
 from penstock.store.writer import NOTHING, SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
 
 
@@ -93,11 +94,11 @@ class Packing:
             return
         with ExitStack() as stack:
             with storage_errors("write", Path(tempfile.gettempdir())):
-                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
+                made = stack.enter_context(temporary_folder())
                 for name, content in self.extras.items():
-                    write_bytes(Path(made) / name, content)
+                    write_bytes(made / name, content)
             with naming(self.checkpoint.folder, made):
-                yield Path(made)
+                yield made
 
     def write(
         self,

@@ -24,7 +24,7 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.format import parse_format
 from penstock.store.locks import lock_folder
 from penstock.store.pack import pack
-from penstock.store.packing import Packing
+from penstock.store.packing import Packing, naming
 from penstock.store.unpacked import Unpacked
 from penstock.store.verify import verify
 from tests.cpu.cached_copies import Ears, names, replace_file, resolved
@@ -266,6 +266,32 @@ def test_small_files_are_removed_at_the_end(
     done = here(capsys, "run", checkpoint, *asked, "--cache", cache, "--max-tokens", "2", "--json")
     assert (done.code == 0) == (asked == ["abc"])
     assert list(made.iterdir()) == []
+
+
+def test_numbers_and_notes_of_errors_name_the_checkpoint(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    def fail() -> None:
+        error = BrokenModel(f"{made / 'a'} is bad", file=str(made / "a"), folder=made, bytes=5)
+        error.add_note(f"read {made}")
+        raise error
+
+    with pytest.raises(BrokenModel) as caught, naming(Path("/models/tale"), made):
+        fail()
+    assert caught.value.message == "/models/tale/a is bad"
+    assert caught.value.numbers == {"file": "/models/tale/a", "folder": "/models/tale", "bytes": 5}
+    assert caught.value.__notes__ == ["read /models/tale"]
+
+
+def test_an_error_of_the_tokenizers_process_names_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where nobody else renames it, as in a server."""
+    template = "{% for m in messages %}{{ 'a' * 10**9 if m.content == 'long' else 'b' }}{% endfor %}"
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with closing(resolve(str(checkpoint), weights=None, cache=tmp_path, unpacked=True)) as source:
+        assert source.to_write is not None
+        with closing(source.open_tokenizer()) as tokenizer:
+            said = message(lambda: tokenizer.chat([{"role": "user", "content": "long"}]))
+            assert str(checkpoint) in said and str(source.folder) not in said
 
 
 def test_an_error_in_the_answer_names_the_checkpoint(

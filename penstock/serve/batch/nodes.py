@@ -8,7 +8,6 @@ path that all nodes have, or by a name on the Hub. A node whose model is another
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BadRequest, DeviceFailed, PenstockError
 from penstock.serve.counts import TokenCounts
+from penstock.store.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from penstock.serve.batch.journal import Journal
@@ -219,8 +219,8 @@ def begin() -> None:
     from the folder in which the user stands."""
     import ray
 
-    with tempfile.TemporaryDirectory(prefix="penstock-") as empty:
-        ray.init(log_to_driver=False, logging_level="warning", runtime_env={"working_dir": empty})
+    with temporary_folder() as empty:
+        ray.init(log_to_driver=False, logging_level="warning", runtime_env={"working_dir": str(empty)})
 
 
 def _table(block: list[dict[str, Any]]) -> Any:
