@@ -222,7 +222,7 @@ def _gpt_oss(file: _File) -> dict[str, Any]:
     config = _common(
         file,
         "gpt_oss",
-        attention_bias="blk.0.attn_q.bias" in file.shapes,
+        attention_bias="blk.0.attn_q.bias" in file.shapes or "blk.0.attn_qkv.bias" in file.shapes,
         intermediate_size=file.whole("expert_feed_forward_length", file.keys.data.get("feed_forward_length")),
         num_local_experts=file.whole("expert_count"),
         num_experts_per_tok=file.whole("expert_used_count"),

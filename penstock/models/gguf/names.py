@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from penstock.models.gguf.ollama import GPT_OSS
+from penstock.models.gguf.ollama import GPT_OSS, has_qkv, is_fused
 from penstock.models.gguf.ollama import names as ollama_names
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
 from penstock.spec.model import ModelSpec
@@ -42,12 +42,19 @@ def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) ->
     """(part key, block name) → its place among the `tensors` of a file of this architecture."""
     attention, ffn = spec.layers[0].attention, spec.layers[0].ffns[0]
     layer, offsets, stacked = dict(_LAYER), dict[str, int](), True
+    q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    is_gpt_oss = architecture in ("gpt-oss", GPT_OSS)
+    in_turns = is_gpt_oss and is_fused(tensors)
     if architecture == "phi3":
-        q_rows, kv_rows = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         layer |= {**dict.fromkeys("qkv", "attn_qkv.weight"), "gate": "ffn_up.weight"}
         offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
-    if architecture in ("gpt-oss", GPT_OSS):
+    if is_gpt_oss:
         layer |= {"ffn_in": "post_attention_norm.weight"} | ollama_names(tensors)
+        if has_qkv(tensors):
+            rows = {"k": q_rows, "v": q_rows + kv_rows}
+            offsets |= rows | {f"{block}_bias": row for block, row in rows.items()}
+        if in_turns:
+            offsets |= {"experts.up": 1, "experts.up_bias": 1}
     if spec.is_routed and "blk.0.ffn_gate.0.weight" in tensors:
         layer, stacked = layer | _APART, False
     names = {block: f"blk.{{}}.{name}" for block, name in layer.items()}
@@ -59,6 +66,8 @@ def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) ->
         norms = {key: source for key, source in sources.items() if key[1] in _NORMS}
         sources |= {key: source._replace(added=spec.norm.offset) for key, source in norms.items()}
     for (key, block), source in sources.items():
+        if in_turns and key.endswith(".experts") and block in ("gate", "up", "gate_bias", "up_bias"):
+            sources[key, block] = source._replace(step=2)
         routed = spec.layers[int(key.partition(".")[0])].routed if block == "experts_down_bias" else None
         if routed is not None:
             sources[key, block] = source._replace(folded=routed.experts)

@@ -8,8 +8,9 @@ convert/convert_gemma3.go and convert_gptoss.go, which wrote them.
               scaling of the rope, which the models of 34, 48 and 62 layers have; caps on logits where the model of 26
               layers has none
     gptoss    its architecture's name; a factor of the rope without its type, which is yarn; attn_out, attn_sinks and
-              ffn_norm among its tensors; no name of a pre-tokenizer. Its first version stacked gate and up, which is
-              refused for the missing tensor
+              ffn_norm among its tensors; no name of a pre-tokenizer. Its first version has q, k and v in one tensor,
+              attn_qkv, the rows of k after those of q, and of v after these; and gate and up of all experts in one,
+              ffn_gate_up_exps, row by row in turns, as OpenAI published them
 """
 
 from __future__ import annotations
@@ -49,6 +50,16 @@ def in_usual_words(architecture: str, keys: Mapping[str, Any]) -> tuple[str, dic
     return architecture, own
 
 
+def is_fused(tensors: Container[str]) -> bool:
+    """Whether a gpt-oss file has gate and up of its experts in one tensor, row by row in turns."""
+    return "blk.0.ffn_gate_up_exps.weight" in tensors
+
+
+def has_qkv(tensors: Container[str]) -> bool:
+    """Whether a gpt-oss file has q, k and v in one tensor."""
+    return "blk.0.attn_qkv.weight" in tensors
+
+
 def names(tensors: Container[str]) -> dict[str, str]:
     """Block → its tensor behind "blk.N.", of those that Ollama calls otherwise than llama.cpp in gpt-oss' files."""
     found: dict[str, str] = {}
@@ -58,4 +69,10 @@ def names(tensors: Container[str]) -> dict[str, str]:
         found["sinks"] = "attn_sinks"
     if "blk.0.ffn_norm.weight" in tensors:
         found["ffn_in"] = "ffn_norm.weight"
+    if has_qkv(tensors):
+        found |= {block: "attn_qkv.weight" for block in "qkv"} | {f"{block}_bias": "attn_qkv.bias" for block in "qkv"}
+    if is_fused(tensors):
+        for block in ("gate", "up"):
+            found[f"experts.{block}"] = "ffn_gate_up_exps.weight"
+            found[f"experts.{block}_bias"] = "ffn_gate_up_exps.bias"
     return found
