@@ -319,6 +319,21 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.parametrize("how", ["awq", "gptq"])
+def test_mixtral_as_it_is_published_quantised(how: str, tmp_path: Path) -> None:
+    """Each expert's matrices apart; routers in floats, which AWQ's config names by their last part and GPTQ's not at
+    all."""
+    found = next(v for v in VARIANTS if v.model_type == "mixtral")
+    keys = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    variant = replace(found, keys=found.keys | keys | {"intermediate_size": 96})
+    quantise, config = {"awq": (awq(), AWQ | {"modules_to_not_convert": ["gate"]}), "gptq": (gptq(), GPTQ)}[how]
+    folder = folder_of(tmp_path, variant, quantise, config, skip=("block_sparse_moe.gate",))
+    packed_model = open_packed(kept := pack(folder, tmp_path / "kept"))
+    for part in ("0.experts", "0.attn"):
+        assert {b.format.name for b in packed_model.parts[part].blocks if b.tiled} == {"uint4_g32"}
+    same_answers(kept, tmp_path / "q-wide", variant)
+
+
 def test_a_quantised_router_is_refused(tmp_path: Path) -> None:
     variant = next(v for v in VARIANTS if v.model_type == "mixtral")
     save(variant, tmp_path / "hf")
