@@ -159,11 +159,40 @@ def stopped(child: subprocess.Popen[bytes]) -> list[str]:
     return lines
 
 
-def test_ctrl_c_in_an_answer_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
-    cache = machine_cache(tmp_path / "cache")
-    child = start("run", checkpoint, "abc", "--cache", cache, "--ignore-eos", "--max-tokens", "100000")
+SLOW = """
+import sys, time
+from penstock.serve.session import Session
+from penstock.store.packing import Packing
+step, write = Session.step, Packing.write
+def slow_step(*arguments):
+    time.sleep(0.3)
+    return step(*arguments)
+def slow_write(self, dst, fill, *arguments, **named):
+    def wait(*which):
+        time.sleep({piece_s})
+        return fill(*which)
+    return write(self, dst, wait, *arguments, **named)
+Session.step, Packing.write = slow_step, slow_write
+from penstock.cli.entry import main
+sys.exit(main())
+"""
+
+
+def answering(checkpoint: Path, tmp_path: Path, piece_s: float = 0.0) -> subprocess.Popen[bytes]:
+    """A first run in the middle of its answer, which goes on for a minute. `piece_s`: what each piece of its copy
+    takes."""
+    script = tmp_path / "slow"
+    script.write_text(f"#!{sys.executable}\n" + SLOW.format(piece_s=piece_s))
+    script.chmod(0o755)
+    flags = ("--cache", machine_cache(tmp_path / "cache"), "--ignore-eos", "--max-tokens", "200")
+    child = start("run", checkpoint, "abc", *flags, script=script)
     assert child.stdout is not None
     assert child.stdout.read(1)
+    return child
+
+
+def test_ctrl_c_in_an_answer_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
+    child, cache = answering(checkpoint, tmp_path), tmp_path / "cache"
     child.send_signal(signal.SIGINT)
     assert "writes the packed copy, which the next run starts from" in stopped(child)[-2]
     (folder,) = (cache / "models").iterdir()
@@ -171,45 +200,23 @@ def test_ctrl_c_in_an_answer_still_writes_the_copy(checkpoint: Path, tmp_path: P
     assert resolved(checkpoint, cache)[1].news == []
 
 
-SLOW = """
-import sys, time
-from penstock.store.packing import Packing
-write = Packing.write
-def slow(self, dst, fill, *arguments, **named):
-    def wait(*which):
-        time.sleep(0.5)
-        return fill(*which)
-    return write(self, dst, wait, *arguments, **named)
-Packing.write = slow
-from penstock.cli.entry import main
-sys.exit(main())
-"""
-
-
 def test_a_second_ctrl_c_ends_the_writing(checkpoint: Path, tmp_path: Path) -> None:
-    cache, script = machine_cache(tmp_path / "cache"), tmp_path / "slow"
-    script.write_text(f"#!{sys.executable}\n{SLOW}")
-    script.chmod(0o755)
-    flags = ("--cache", cache, "--ignore-eos", "--max-tokens", "100000")
-    child = start("run", checkpoint, "abc", *flags, script=script)
-    assert child.stdout is not None and child.stderr is not None
-    assert child.stdout.read(1)
+    child = answering(checkpoint, tmp_path, piece_s=1.0)
+    assert child.stderr is not None
     child.send_signal(signal.SIGINT)
-    while b"writes the packed copy" not in child.stderr.readline():
-        pass
+    while b"writes the packed copy" not in (line := child.stderr.readline()):
+        assert line
     child.send_signal(signal.SIGINT)
     stopped(child)
-    assert names(cache) == []
+    assert names(tmp_path / "cache") == []
 
 
 def test_a_closed_pipe_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
-    cache = machine_cache(tmp_path / "cache")
-    child = start("run", checkpoint, "abc", "--cache", cache, "--ignore-eos", "--max-tokens", "100000")
+    child = answering(checkpoint, tmp_path)
     assert child.stdout is not None
-    assert child.stdout.read(1)
     child.stdout.close()
     assert child.wait(60) == 0
-    (folder,) = (cache / "models").iterdir()
+    (folder,) = (tmp_path / "cache/models").iterdir()
     verify(folder)
 
 
