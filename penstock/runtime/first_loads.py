@@ -16,7 +16,7 @@ from penstock.runtime.arena import Arenas
 from penstock.runtime.device import Device
 from penstock.runtime.host import Progress
 from penstock.runtime.made import Made, in_pieces
-from penstock.runtime.movers import DiskReader, Load, waited_for
+from penstock.runtime.movers import BegunLoad, DiskReader, waited_for
 from penstock.runtime.reread import NOTHING, End, Read, at_median
 from penstock.runtime.uploads import keep_asked, lift_weights
 from penstock.spec.places import HOST, tier_of
@@ -72,7 +72,7 @@ def load_weights(
         loads = [piece for load in loads for piece in in_pieces(plan.parts[load[0]], *load[1:])]
     if arrived is not None:
         loads = [loads[i] for i in arrived.order([slot for *_, slot in loads])]
-    begun: Iterator[Load]
+    begun: Iterator[BegunLoad]
     if fill is None:
         begun = (reader.start(part, lo, hi, arenas.address(slot)) for part, lo, hi, slot in loads)
     else:

@@ -228,7 +228,7 @@ class DiskReader:
         return self.sums, self._first_granules[part] + lo, self._packed.parts[part].granule_bytes
 
 
-class Load(Protocol):
+class BegunLoad(Protocol):
     """Granules on their way to memory."""
 
     def wait(self) -> int:
@@ -236,11 +236,11 @@ class Load(Protocol):
         ...
 
 
-def waited_for(loads: Iterable[Load], ahead: int) -> Iterator[int]:
+def waited_for(loads: Iterable[BegunLoad], ahead: int) -> Iterator[int]:
     """Yields the bytes of each load as it is done, in order. `ahead`: how many more loads are begun before the first
     one is waited for, so that no disk idles. However this ends, no load is under way afterwards: none may write to
     memory that was given back. Raises StorageFailed, DamagedModel."""
-    begun: deque[Load] = deque()
+    begun: deque[BegunLoad] = deque()
     try:
         for load in loads:
             begun.append(load)
