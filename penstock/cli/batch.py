@@ -60,10 +60,7 @@ def batch(
     ],
     machine: Machine,
     work: BatchWorkload,
-    model: Annotated[
-        str,
-        Option("--model", metavar="MODEL", help=f"{MODEL_HELP}."),
-    ],
+    model: Annotated[str, Option("--model", metavar="MODEL", help=f"{MODEL_HELP}.")],
     name: Annotated[
         str | None, Option("--name", metavar="NAME", help="What lines call the model; default as --model does.")
     ] = None,
@@ -86,13 +83,8 @@ def batch(
     custom_id says which is which.
     After an interruption the same command goes on where it was: nothing is answered twice, and nothing is lost.
     """
-    if importlib.util.find_spec("pydantic") is None:
-        raise BadRequest("requests are read with pydantic: pip install 'penstock[serve]'")
     machine.prepare()
-    if nodes is not None and plan_file is not None:
-        raise BadRequest("--nodes plans on each node by its own figures: it goes without --plan")
-    if nodes is not None and importlib.util.find_spec("ray") is None:
-        raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'")
+    _require_packages(nodes, plan_file)
     plan = given_plan(plan_file, machine, work)
     work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
@@ -119,6 +111,16 @@ def batch(
             result = _here(job, surveyed, plan, quiet=as_json)
         if as_json:
             print_json(result)
+
+
+def _require_packages(nodes: int | None, plan_file: str | None) -> None:
+    """Raises BadRequest where a package is missing that the command needs, and for --nodes beside --plan."""
+    if importlib.util.find_spec("pydantic") is None:
+        raise BadRequest("requests are read with pydantic: pip install 'penstock[serve]'")
+    if nodes is not None and plan_file is not None:
+        raise BadRequest("--nodes plans on each node by its own figures: it goes without --plan")
+    if nodes is not None and importlib.util.find_spec("ray") is None:
+        raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'")
 
 
 @dataclass(frozen=True)

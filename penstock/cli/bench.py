@@ -27,6 +27,8 @@ from penstock.cli.output import print_json, progress
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
+    from penstock.serve.bench_result import Result
+    from penstock.serve.trace_file import TraceFile
     from penstock.spec.plan import Plan
 
 _FAMILIES = "layer-split, all-cg, r-cg-0.25, r-cg-0.5, r-cg-0.75 or experts-cpu"
@@ -54,10 +56,7 @@ class Measuring:
 def bench(
     machine: Machine,
     work: Workload,
-    target: Annotated[
-        str | None,
-        Argument(metavar="MODEL", help=f"{MODEL_HELP}; or the word ops."),
-    ] = None,
+    target: Annotated[str | None, Argument(metavar="MODEL", help=f"{MODEL_HELP}; or the word ops.")] = None,
     config: Annotated[
         str | None,
         Argument(metavar="CONFIG", help="For ops: a model's config.json or its folder, or a bundled shape."),
@@ -102,22 +101,30 @@ def bench(
         if config is not None or rows is not None:
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
-        measuring.check(plan)
-        if work.output_tokens == 1:
-            raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
-        ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
-            sparsity = work.sparsity if plan is None else plan.sparsity
-            source = packed_model(target, weights, machine, cache_limit, sparsity=sparsity)
-            from penstock.serve.bench import WantedRun
-            from penstock.serve.bench import bench as measure
-
-            wanted = WantedRun(work.prompt_tokens, work.output_tokens, measuring.repeats, measuring.seconds)
-            with loaded(source, ask, machine, plan, record, family=measuring.family) as engine, progress() as tell:
-                result = measure(engine, wanted, machine.usable_threads, tell)
+            result = _measured(target, machine, work, measuring, plan, record, weights, cache_limit)
             print(table(result))
         if as_json:
             print_json(result.to_json())
+
+
+def _measured(
+    model: str, machine: Machine, work: Workload, measuring: Measuring, plan: Plan | None, record: TraceFile | None,
+    weights: str | None, cache_limit: str | None,
+) -> Result:  # fmt: skip
+    """`penstock bench MODEL`: what answers of this model took. Raises BadRequest, and as `packed_model` and
+    `loaded`."""
+    measuring.check(plan)
+    if work.output_tokens == 1:
+        raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
+    ask = work.ask(machine)
+    sparsity = work.sparsity if plan is None else plan.sparsity
+    source = packed_model(model, weights, machine, cache_limit, sparsity=sparsity)
+    from penstock.serve.bench import WantedRun, bench
+
+    wanted = WantedRun(work.prompt_tokens, work.output_tokens, measuring.repeats, measuring.seconds)
+    with loaded(source, ask, machine, plan, record, family=measuring.family) as engine, progress() as tell:
+        return bench(engine, wanted, machine.usable_threads, tell)
 
 
 def _ops(config: str, machine: Machine, work: Workload, weights: str | None, rows: str, as_json: bool) -> None:

@@ -45,12 +45,8 @@ def pack(
 
     A packed model loads in a few large reads. Interrupted, the same command goes on where it stopped.
     """
-    if dst is None and not check:
-        raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
-    if dst is None and weights is not None:
-        raise BadRequest("--weights is for packing: name DST too")
-    if dst is None and (spread or profile) is not None:
-        raise BadRequest(f"--{'spread' if spread else 'profile'} is for packing: name DST too")
+    if dst is None:
+        _require_checking(check, {"weights": weights, "spread": spread, "profile": profile})
     quiet_blas()
     from penstock.serve.before_packing import check_text_files
     from penstock.serve.named import locate
@@ -81,6 +77,15 @@ def pack(
         if check:
             verify(folder, lambda done, total, key: tell(f"verifying {key}", done, total))
     _print_packed(folder, open_packed(folder), check, as_json)
+
+
+def _require_checking(check: bool, packing: dict[str, str | None]) -> None:
+    """Raises BadRequest where SRC stands alone without --verify, or beside a flag that is for packing."""
+    if not check:
+        raise BadRequest("pack needs SRC and DST; `penstock pack --verify SRC` checks a packed model")
+    for name, value in packing.items():
+        if value is not None:
+            raise BadRequest(f"--{name} is for packing: name DST too")
 
 
 def _print_packed(folder: Path, packed: Packed, verified: bool, as_json: bool) -> None:

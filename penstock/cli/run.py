@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.serve.sampling import SamplingParams
     from penstock.serve.tokenizer import Tokenizer
     from penstock.spec.ask import Ask
+    from penstock.spec.plan import Plan
 
 UNTIL_END = -1  # the value of --max-tokens that means the context's end
 Prompt = Annotated[str | None, Argument(metavar="PROMPT", help="Default: standard input, or a chat at a terminal.")]
@@ -87,20 +88,10 @@ class Asking:
 
 
 def run(
-    model: Model,
-    machine: Machine,
-    work: Workload,
-    sampling: Sampling,
-    prompt: Prompt = None,
-    asking: Asking = Asking(),
-    weights: Weights = None,
-    plan_file: PlanFile = None,
-    trace: TraceName = None,
-    record: Record = None,
-    cache_limit: CacheLimit = None,
-    why: Why = False,
-    as_json: Json = False,
-) -> None:
+    model: Model, machine: Machine, work: Workload, sampling: Sampling, prompt: Prompt = None,
+    asking: Asking = Asking(), weights: Weights = None, plan_file: PlanFile = None, trace: TraceName = None,
+    record: Record = None, cache_limit: CacheLimit = None, why: Why = False, as_json: Json = False,
+) -> None:  # fmt: skip
     """One answer to PROMPT, or a chat; streams as it comes. Packs a checkpoint on first use.
 
     What no sampling flag names comes from the model's generation_config.json; without one the best token is
@@ -138,8 +129,8 @@ def run(
             asked = None if chatting else _encoded(tokenizer, text, asking.raw, asking.system_text)
         ids = [] if asked is None else asked.ids
         if sampling.max_tokens == UNTIL_END:
-            most = min(source.spec(not machine.no_verify).max_positions, DEFAULT_CONTEXT)
-            sampling = _until(plan.context if plan is not None else work.named_context or most, len(ids), sampling)
+            positions = source.spec(not machine.no_verify).max_positions
+            sampling = _until_end(sampling, len(ids), work, plan, positions)
         params = sampling.params(tokenizer.generation_config, work)
         if chatting:
             ask = work.ask(machine, output_tokens=sampling.max_tokens or ask.output_tokens)
@@ -177,9 +168,11 @@ def _refuse_contradictions(work: Workload, sampling: Sampling, ask: Ask, chattin
         raise BadRequest("a chat is one sequence: --batch is for a PROMPT")
 
 
-def _until(context: int, prompt_tokens: int, sampling: Sampling) -> Sampling:
-    """The same with the longest answer that the context has room for. The last token needs no room. A prompt that is
-    too long is refused when the context is known for sure."""
+def _until_end(sampling: Sampling, prompt_tokens: int, work: Workload, plan: Plan | None, positions: int) -> Sampling:
+    """The same with the longest answer that the context has room for: the plan's, or --context, or as many of the
+    model's `positions` as plans have by themselves. The last token needs no room. A prompt that is too long is refused
+    when the context is known for sure."""
+    context = plan.context if plan is not None else work.named_context or min(positions, DEFAULT_CONTEXT)
     return replace(sampling, max_tokens=max(1, context - prompt_tokens + 1))
 
 

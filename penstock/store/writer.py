@@ -62,20 +62,11 @@ _STAGES = 4
 
 
 def write_packed(
-    dst: Path,
-    parts: tuple[Part, ...],
-    weights: Format,
-    fingerprint: dict[str, Any],
-    fill: Fill,
-    extras: dict[str, bytes],
-    progress: Progress | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    spread: Path | None = None,
-    waiting: Waiting | None = None,
-    writing: Writing | None = None,
-    orders: tuple[NeuronOrder, ...] = (),
-    beside: Mapping[str, bytes] = NOTHING,
-) -> Path:
+    dst: Path, parts: tuple[Part, ...], weights: Format, fingerprint: dict[str, Any], fill: Fill,
+    extras: dict[str, bytes], progress: Progress | None = None, shard_bytes: int = SHARD_BYTES,
+    spread: Path | None = None, waiting: Waiting | None = None, writing: Writing | None = None,
+    orders: tuple[NeuronOrder, ...] = (), beside: Mapping[str, bytes] = NOTHING,
+) -> Path:  # fmt: skip
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name. `orders`: as
     in `Manifest`. `beside`: small files that are there as soon as `dst` is, but are none of the manifest's: they may be
     replaced.
