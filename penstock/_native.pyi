@@ -5,10 +5,12 @@ Everything that takes longer than microseconds releases the GIL.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from typing_extensions import Buffer
+
+from penstock.graph.cache import ExpertCache as PythonCache
 
 def cpu_features() -> list[str]:
     """What the processor has and the operating system lets us use: "avx2", "avx512vnni", "amx_int8", "neon" …"""
@@ -391,21 +393,9 @@ class LoadFailed(Exception):
     are right, and the expert's granule whose checksum is wrong, or None."""
 
 @final
-class ExpertCache:
-    """As `graph.cache.ExpertCache`. ValueError for experts beyond 0 to 65535."""
-
-    def __init__(self, slots: int, policy: str) -> None: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def held(self) -> tuple[int | None, ...]: ...
-    def slot(self, expert: int) -> int | None: ...
-    def missing(self, experts: Iterable[int]) -> list[int]: ...
-    def ask(self, experts: Iterable[int]) -> None: ...
-    def admit(self, expert: int, keep: Iterable[int], first: Iterable[int | None] = ()) -> int | None: ...
-    def guess(self, expert: int, keep: Iterable[int]) -> int | None: ...
+class ExpertCache(PythonCache):
+    """Has the methods of `graph.cache.ExpertCache`, and their answers. ValueError for experts beyond 0 to 65535. It is
+    a subclass to type checkers alone."""
 
 @final
 class Demand:

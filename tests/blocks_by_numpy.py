@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import BrokenModel
-from penstock.spec.blocks import BLOCKS, GROUP, Blocks
+from penstock.spec.blocks import BLOCKS, GROUP, Blocks, Code
 from penstock.spec.format import TILE_ROWS, tiles
 from penstock.store.blocks import format_of
 
 Array = npt.NDArray[Any]
 
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
-_Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
+_Q4_1 = Blocks(GROUP, 20, Code(4), GROUP, 2)
 
 
 def encode_by_numpy(
@@ -125,10 +125,11 @@ def _write_int4(fields: _Fields, cols: int, skipped: int, out: Array) -> None:
 def _lines(codes: Array, blocks: Blocks) -> Array:
     """codes uint8 [r, columns] → the words of each row, uint32 [tiles, 16, G, lines]."""
     fours = np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes) // TILE_ROWS, TILE_ROWS, -1, 8)
-    if not blocks.high:
-        return fours if blocks.low == 8 else _joined(fours, blocks.low)
-    low, high = (np.uint32(0x01010101 * ((1 << bits) - 1)) for bits in (blocks.low, blocks.high))
-    lines = _joined(fours & low, blocks.low), _joined(fours >> np.uint32(blocks.low) & high, blocks.high)
+    code = blocks.code
+    if not code.high:
+        return fours if code.low == 8 else _joined(fours, code.low)
+    low, high = (np.uint32(0x01010101 * ((1 << bits) - 1)) for bits in (code.low, code.high))
+    lines = _joined(fours & low, code.low), _joined(fours >> np.uint32(code.low) & high, code.high)
     return np.concatenate(lines, axis=3)
 
 
@@ -159,8 +160,8 @@ def _fields(raw: Array, kind: str, lo: int, hi: int) -> _Fields:
         header = nothing if blocks.halves else raw[:, :, :1]
         if kind == "q8_0":
             return done(raw[:, :, begin:] ^ 128, nothing, header, d)
-        codes = _split(raw[:, :, begin + 4 * blocks.high :], 16, 4, lo, hi)
-        if blocks.high:
+        codes = _split(raw[:, :, begin + 4 * blocks.code.high :], 16, 4, lo, hi)
+        if blocks.code.high:
             codes |= np.unpackbits(raw[:, :, begin : begin + 4], axis=2, bitorder="little") << 4
         return done(codes, nothing, header, d)
     if kind == "q2_k":
@@ -173,8 +174,8 @@ def _fields(raw: Array, kind: str, lo: int, hi: int) -> _Fields:
         scales = np.concatenate([low & 15, low >> 4], axis=2) | _split(high, 4, 2, 0, 16) << 4
         return done(codes, scales, raw[:, :, 96:108], halves(108))
     if kind in ("q4_k", "q5_k"):
-        codes = _split(raw[:, :, 16 + 32 * blocks.high :], 32, 4, lo, hi)
-        if blocks.high:
+        codes = _split(raw[:, :, 16 + 32 * blocks.code.high :], 32, 4, lo, hi)
+        if blocks.code.high:
             codes |= _split(raw[:, :, 16:48], 32, 1, lo, hi) << 4
         packed = raw[:, :, 4:16]
         first, second, last = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]

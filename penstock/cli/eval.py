@@ -44,14 +44,14 @@ def eval_(
     text, plan = read_text(file), given_plan(plan_file, machine, work)
     ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
     sparsity = work.sparsity if plan is None else plan.sparsity
-    from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
+    from penstock.serve.evaluate import evaluate
+    from penstock.serve.windows import in_windows
 
     verify = not machine.no_verify
     sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
     if against is not None:
         sources.append(packed_model(against, None, machine, cache_limit))
-    window = min([WINDOW_TOKENS, *(source.spec(verify).max_positions for source in sources)])
-    ask = dataclasses.replace(ask, score=True, context=window, prompt_tokens=window, output_tokens=1)
+    ask = in_windows(dataclasses.replace(ask, score=True), *(source.spec(verify) for source in sources))
     if against is not None and ask.host_memory_bytes is not None:
         # Both models are in this process, and the limit is the process's.
         ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from typer import Option
-
-import penstock
+from penstock.cli.flags import flag
 from penstock.cli.loading import tracing
 from penstock.cli.options import (
     Json,
@@ -23,17 +22,16 @@ from penstock.cli.options import (
     Why,
     as_path,
     file_to_write,
-    read_text,
     where,
 )
 from penstock.cli.output import fits, fitted, note, print_json, progress
+from penstock.cli.plan_facts import figures_of, known
 from penstock.cli.writing import writing
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
     from penstock.hubs.listing import Several
-    from penstock.planner.explain import Band, Limit
-    from penstock.planner.firing import Firing
+    from penstock.planner.explain import Band
     from penstock.planner.frontier import Point
     from penstock.planner.predict import Prediction
     from penstock.planner.routing import RouterTrace
@@ -47,39 +45,31 @@ if TYPE_CHECKING:
     from penstock.spec.model import ModelSpec
 
 _TRACED_TOKENS = 16  # tokens in the trace of a prediction; further tokens look alike
-_MACHINES = Path(penstock.__file__).parent / "machines"
 
-MachineName = Annotated[
-    str | None, Option("--machine", metavar="NAME", help="A bundled machine, or a file of `penstock probe --json`.")
-]
-AnswersName = Annotated[
-    str | None,
-    Option(
-        "--answers",
-        metavar="FILE",
-        help="Routers say what a run's did, and as many neurons fire: a file of `run --record`.",
-    ),
-]
-SvgName = Annotated[
-    str | None, Option("--svg", metavar="FILE", help="Also draw it: what fills each tier, what each lane does.")
-]
+
+@dataclass(frozen=True)
+class Planning:
+    """Whose figures a plan goes by, and what is shown beside it."""
+
+    machine_file: str | None = flag("--machine", "NAME", "A bundled machine, or a file of `penstock probe --json`.")
+    answers: str | None = flag(
+        "--answers", "FILE", "Routers say what a run's did, and as many neurons fire: a file of `run --record`."
+    )
+    svg: str | None = flag("--svg", "FILE", "Also draw it: what fills each tier, what each lane does.")
+    compare: bool = flag(
+        "--compare", None, "Also list every plan that was compared: speed, what binds, bytes per tier.", False
+    )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the plan is for this machine."""
+        return self.machine_file is None
 
 
 def plan(
-    model: Shape,
-    machine: Machine,
-    work: SharedWorkload,
-    weights: Weights = None,
-    machine_file: MachineName = None,
-    svg: SvgName = None,
-    trace: TraceName = None,
-    answers: AnswersName = None,
-    compare: Annotated[
-        bool, Option("--compare", help="Also list every plan that was compared: speed, what binds, bytes per tier.")
-    ] = False,
-    why: Why = False,
-    as_json: Json = False,
-) -> None:
+    model: Shape, machine: Machine, work: SharedWorkload, weights: Weights = None, planning: Planning = Planning(),
+    trace: TraceName = None, why: Why = False, as_json: Json = False,
+) -> None:  # fmt: skip
     """Where everything would go, how fast it would be, and what would make it faster.
 
     Reads the model's config.json, or a GGUF file's header, and no weights. Of a model of the Hub that is not here no
@@ -88,6 +78,7 @@ def plan(
     which blocks of sequences are worth their time: seconds of a block against tokens a second.
     """
     machine.prepare()
+    svg = planning.svg
     if trace is not None and svg is not None and file_to_write(trace, "--trace") == file_to_write(svg, "--svg"):
         raise BadRequest(f"--trace and --svg both name {svg}: one would replace the other")
     from penstock.hubs.listing import Several
@@ -95,7 +86,7 @@ def plan(
     from penstock.spec.format import parse_format
 
     own = parse_format(weights) if weights else None
-    how = _How(machine, work, own, machine_file, answers, compare, why, as_json)
+    how = _How(machine, work, own, planning, why, as_json)
     try:
         with (
             tracing(trace, f"penstock plan {model}, predicted") as record,
@@ -106,7 +97,7 @@ def plan(
         ):
             _plan_one(path, as_path(model).name or model, how, record, draw)
     except Several as several:
-        if any((svg, trace, answers, compare)):
+        if any((svg, trace, planning.answers, planning.compare)):
             raise
         _plan_files(several, how)
 
@@ -130,81 +121,118 @@ class _How:
     machine: Machine
     work: SharedWorkload
     weights: Format | None
-    machine_file: str | None
-    answers: str | None
-    compare: bool
+    planning: Planning
     why: bool
     as_json: bool
 
 
+class _Planned(NamedTuple):
+    """A plan, and what there is to tell of it. `ask`: with the context that it grew to. `figures`: the machine's.
+    `routers`: what they were taken to say. `others`: what else would be faster or smaller. `points`: blocks of
+    sequences that are worth their time. `context_told`: what the context costs, in a sentence. `not_trained`: of
+    `plan_facts.known`."""
+
+    ask: Ask
+    lately: Lately
+    solved: Solved
+    routers: RouterTrace | None
+    others: WhatIf
+    points: tuple[Point, ...]
+    band: Band
+    context_told: str | None
+    not_trained: str
+
+    @property
+    def figures(self) -> MachineSpec:
+        return self.lately.machine
+
+
 def _plan_one(path: Path, name: str, how: _How, record: TraceFile | None, draw: Callable[[str], None] | None) -> None:
+    """Plans a model, and shows the plan. `name`: the model's, for the picture. Raises BadRequest."""
+    planned = _planned(path, how)
+    if draw is not None:
+        from penstock.planner import explain, picture
+
+        others = explain.others(planned.solved, planned.others, planned.ask)
+        draw(picture.svg(planned.solved, planned.ask, planned.figures, name, planned.band, others, planned.points))
+    if record is not None:
+        from penstock.planner.solve import settle_context
+        from penstock.planner.timelines import timelines
+
+        plan, ask = planned.solved.plan, settle_context(planned.ask, planned.solved.plan.target.spec)
+        for timeline, p in timelines(plan, ask, planned.figures, _TRACED_TOKENS, planned.routers):
+            record.add(timeline, p)
+    if how.as_json:
+        print_json(_report(planned))
+    else:
+        _show(planned, how)
+
+
+def _planned(path: Path, how: _How) -> _Planned:
+    """The plan of the model at this path. Raises BadRequest."""
     from penstock.planner import explain
     from penstock.planner.room import cost_of_context, grown
-    from penstock.planner.solve import settle_context, solve
+    from penstock.planner.solve import solve
     from penstock.planner.what_if import what_if
     from penstock.serve.planning import describe
     from penstock.store.packed import part_disks
 
-    machine = how.machine
+    machine, planning = how.machine, how.planning
     spec, fmt = describe(path, how.weights, not machine.no_verify, to_plan=True)
     ask = how.work.ask(machine)
-    lately = _lately(how, _figures(how.machine_file, machine, ask), ask, spec, fmt)
+    lately = _lately(how, figures_of(planning.machine_file, machine, ask), ask, spec, fmt)
     figures, disks = lately.machine, part_disks(path)
-    routers, firing, not_trained = _known(path, spec, ask, how)
-    kinds = {"every": how.compare, "may_plan": how.machine_file is not None}
+    routers, firing, not_trained = known(path, spec, ask, how.weights, machine, planning.answers)
 
-    def solving(one: Ask) -> Solved:
-        return solve(one, spec, fmt, figures, disks, trace=routers, firing=firing, **kinds, keep=True)
+    def again(one: Ask, **how_far: bool) -> Solved:
+        return solve(one, spec, fmt, figures, disks, trace=routers, firing=firing, **how_far)
 
+    solving = partial(again, every=planning.compare, may_plan=not planning.is_here, keep=True)
     context_told: str | None
     if ask.grow_context:
         ask, solved, context_told = grown(ask, spec, solving)
     else:
         solved = solving(ask)
         context_told = cost_of_context(ask, spec, solved, solving)
-    if how.machine_file is None:
+    if planning.is_here:
         from penstock.kernels.cpu import chosen_isa
 
         solved = replace(solved, reasons=(*solved.reasons, chosen_isa(machine.isa)[1]))
     others = what_if(solved, ask, figures, routers, firing)
     points: tuple[Point, ...] = ()
-    if how.compare and ask.objective == "throughput":
-        from penstock.planner import frontier
+    if planning.compare and ask.objective == "throughput":
+        from penstock.planner.frontier import frontier
 
-        def again(fewer: Ask) -> Solved:
-            return solve(fewer, spec, fmt, figures, disks, trace=routers, firing=firing)
+        points = frontier(solved, ask, figures, again)
+    band = _band(machine, solved, lately.measured, ask.batch) if planning.is_here else explain.Band()
+    return _Planned(ask, lately, solved, routers, others, points, band, context_told, not_trained)
 
-        points = frontier.frontier(solved, ask, figures, again)
-    band = explain.Band() if how.machine_file is not None else _band(machine, solved, lately.measured, ask.batch)
-    if draw is not None:
-        from penstock.planner import picture
 
-        draw(picture.svg(solved, ask, figures, name, band, explain.others(solved, others, ask), points))
-    if record is not None:
-        from penstock.planner.timelines import timelines
+def _show(planned: _Planned, how: _How) -> None:
+    """Prints the table of a plan, and what flags want beside it."""
+    from penstock.planner import explain
 
-        for timeline, p in timelines(solved.plan, settle_context(ask, spec), figures, _TRACED_TOKENS, routers):
-            record.add(timeline, p)
-    if how.as_json:
-        report = _report(solved, explain.limits(solved, ask, figures), band, others, lately, not_trained)
-        print_json(report | ({"frontier": frontier.to_json(points)} if points else {}))
-        return
-    print(fitted(explain.table(solved, ask, figures, band, others, why=how.why)))
-    if not_trained:
-        print(fitted(f"does not run yet: {not_trained}"))
-    if context_told is not None:
-        print(fitted(context_told))
-    if how.why and how.machine_file is None:  # other machines' figures are data sheets', which no run shifts
+    ask, solved = planned.ask, planned.solved
+    print(fitted(explain.table(solved, ask, planned.figures, planned.band, planned.others, why=how.why)))
+    if planned.not_trained:
+        print(fitted(f"does not run yet: {planned.not_trained}"))
+    if planned.context_told is not None:
+        print(fitted(planned.context_told))
+    if how.why and how.planning.is_here:  # other machines' figures are data sheets', which no run shifts
+        from penstock.planner.solve import settle_context
         from penstock.serve import lately as rates
 
-        print(fitted("\n".join(f"· {line}" for line in rates.why(lately, solved, settle_context(ask, spec)))))
-    if how.compare:
+        lines = rates.why(planned.lately, solved, settle_context(ask, solved.plan.target.spec))
+        print(fitted("\n".join(f"· {line}" for line in lines)))
+    if how.planning.compare:
         from penstock.planner.compare import comparison, listed
 
         table = comparison(solved)
         print(fitted(f"\n{table if fits(table) else listed(solved)}"))
-    if points:
-        print(fitted(f"\n{frontier.table(points)}"))
+    if planned.points:
+        from penstock.planner import frontier
+
+        print(fitted(f"\n{frontier.table(planned.points)}"))
 
 
 def _plan_files(several: Several, how: _How) -> None:
@@ -216,12 +244,12 @@ def _plan_files(several: Several, how: _How) -> None:
     from penstock.store.packed import part_disks
 
     ask = how.work.ask(how.machine)
-    figures = _figures(how.machine_file, how.machine, ask)
+    figures = figures_of(how.planning.machine_file, how.machine, ask)
 
     def solved(path: Path) -> Solved:
         spec, fmt = describe(path, how.weights, to_plan=True)
         machine = _lately(how, figures, ask, spec, fmt).machine
-        return solve(ask, spec, fmt, machine, part_disks(path), may_plan=how.machine_file is not None)
+        return solve(ask, spec, fmt, machine, part_disks(path), may_plan=not how.planning.is_here)
 
     with progress() as tell, peek_each(several, where(), tell) as peeked:
         planned = list(plan_each(several, peeked, solved))
@@ -232,12 +260,14 @@ def _plan_files(several: Several, how: _How) -> None:
     note(several.message.partition(";")[0])
 
 
-def _report(
-    solved: Solved, limits: Iterable[Limit], band: Band, others: WhatIf, lately: Lately, not_trained: str
-) -> dict[str, Any]:
-    """The JSON object: the plan as `--plan` reads it, and the figures of the table. `not_trained`: of `_known`."""
+def _report(planned: _Planned) -> dict[str, Any]:
+    """The JSON object: the plan as `--plan` reads it, and the figures of the table."""
+    from penstock.planner import explain, frontier
     from penstock.planner.compare import to_json
     from penstock.spec import plan as plans
+
+    solved, others, band = planned.solved, planned.others, planned.band
+    limits, never = explain.limits(solved, planned.ask, planned.figures), solved.plan.target.spec.cannot_run
 
     def then(other: Prediction) -> dict[str, Any]:
         change = other.decode_tokens_per_s / solved.prediction.decode_tokens_per_s - 1
@@ -258,11 +288,12 @@ def _report(
         "commands": {what: {**then(other), "condition": given or None} for what, given, other in others.commands},
         "other_formats": {fmt.name: beside(other) for fmt, other in others.other_formats},
         "strategy": solved.strategy,
-        "cannot_run": solved.plan.target.spec.cannot_run or solved.compared[0].candidate.cannot_run or not_trained,
+        "cannot_run": never or solved.compared[0].candidate.cannot_run or planned.not_trained,
         "not_yet": to_json(solved.not_yet),
         "reasons": solved.reasons,
         "compared": to_json(solved.compared),
-        "rates": lately.report(),
+        "rates": planned.lately.report(),
+        **({"frontier": frontier.to_json(planned.points)} if planned.points else {}),
     }
 
 
@@ -270,7 +301,7 @@ def _lately(how: _How, figures: MachineSpec, ask: Ask, spec: ModelSpec, fmt: For
     """The figures as runs of the last days show them, where they are this machine's."""
     from penstock.serve.lately import Lately, as_runs_show
 
-    if how.machine_file is not None:
+    if not how.planning.is_here:
         return Lately(figures, figures)
     from penstock.planner.firing import sparsity_of
     from penstock.runtime.probe import machine_file
@@ -312,72 +343,3 @@ def _drawing(name: str | None) -> AbstractContextManager[Callable[[str], None] |
     from penstock.store.files import Kind
 
     return writing(name, "--svg", Kind("a picture of `penstock plan`", picture.BEGINS.encode()))
-
-
-def _known(path: Path, spec: ModelSpec, ask: Ask, how: _How) -> tuple[RouterTrace | None, Firing | None, str]:
-    """What routers say or how often neurons fire, how many do, and what has to be done before the plan runs; "" if
-    nothing has. Raises BadRequest for what is damaged, or of another model."""
-    from penstock.planner.firing import untrained
-    from penstock.serve.planning import firing_of, routers_of, with_facts
-
-    beside = with_facts(path, spec, how.weights, how.machine.cache_folder)
-    firing = firing_of(beside, spec, ask.sparsity)
-    not_trained = untrained(ask.sparsity, spec, firing)
-    if how.answers is None:
-        return routers_of(beside, spec, ask.sparsity), firing, not_trained
-    return *_replayed(how.answers, beside, spec, ask, firing), not_trained
-
-
-def _replayed(
-    name: str, path: Path, spec: ModelSpec, ask: Ask, firing: Firing | None
-) -> tuple[RouterTrace, Firing | None]:
-    """The answers of routers in a file of `run --record`, or which neurons count, and how many. `firing`: how many are
-    known to otherwise. Raises BadRequest where they are of another model."""
-    from penstock.planner import recorded_sets
-    from penstock.planner.routing import replayed
-    from penstock.spec.answers import MOST_FILE_BYTES, loads
-    from penstock.store.packed import is_packed, orders_of, read_manifest
-
-    answers = loads(read_text(name, MOST_FILE_BYTES), name)
-    answers.check(spec, name)
-    if not answers.live:
-        return replayed(answers, name), firing
-    recorded_sets.require_kind(answers, ask.sparsity, name)
-    orders = orders_of(path, read_manifest(path), spec) if is_packed(path) else {}
-    return recorded_sets.trace_of(answers, orders, name), recorded_sets.firing_of(answers, spec, firing, name)
-
-
-def _figures(name: str | None, machine: Machine, ask: Ask) -> MachineSpec:
-    """The figures of the machine to plan for: of this one with the device that --device chooses, of a named one with
-    its own device."""
-    figures = _machine(name, machine)
-    if name is not None and machine.device not in ("none", "emulated"):
-        return figures
-    from penstock.runtime.device.choose import choose
-
-    with progress() as tell:
-        return choose(machine.device, figures, ask.device_memory_bytes, machine.cache_folder, tell).machine
-
-
-def _machine(name: str | None, machine: Machine) -> MachineSpec:
-    """The machine of a file, a bundled machine by its name, or with None this one. Raises BadRequest."""
-    from penstock.spec import machine as machines
-
-    if name is None:
-        from penstock.runtime.probe import load_or_probe
-
-        with progress() as tell:
-            return load_or_probe(machine.cache_folder, tell, isa=machine.isa)
-    bundled = {path.stem: path for path in sorted(_MACHINES.glob("*.json"))}
-    if not as_path(name).exists() and name not in bundled:
-        hint = f"; bundled are {', '.join(bundled)}" if bundled else ""
-        raise BadRequest(f"--machine {name}: there is no such file{hint}")
-    if machine.threads is not None:
-        note(f"--threads {machine.threads} says nothing about --machine {name}")
-    if machine.isa is not None:
-        note(f"--isa {machine.isa} says nothing about --machine {name}")
-    if name in bundled:
-        return machines.loads(read_text(str(bundled[name])), name)
-    from penstock.runtime.probe_begins import with_short_begins
-
-    return with_short_begins(machines.loads(read_text(name), name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,6 +68,7 @@ def profile(
     other = None if beside is None else read_text(beside)
     from penstock.serve import levels, profiling
     from penstock.serve.planning import describe
+    from penstock.serve.windows import in_windows
     from penstock.store.profile_file import keep, kept
 
     require = profiling.require_counted if below is None else partial(levels.require, below)
@@ -78,9 +78,7 @@ def profile(
     if beside is not None and (below is not None or not spec.fires):
         raise BadRequest("--beside compares which neurons of a ReLU fire on two texts; this model has none")
     before = kept(source.folder, spec) if spec.fires else None
-    window = min(profiling.WINDOW_TOKENS, spec.max_positions)
-    ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
-    with loaded(source, ask, machine) as engine, progress() as tell:
+    with loaded(source, in_windows(ask, spec), machine) as engine, progress() as tell:
         name = Path(file).name
         if below is None:
             seen = profiling.profile(engine, text, name, tokens, tell)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from penstock.cli.flags import flag
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import CacheLimit, Json, Machine, Model, Weights, Workload, read_text
 from penstock.cli.output import note, print_json, progress
@@ -18,35 +20,43 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from penstock.serve.training import Trained
     from penstock.spec.model import ModelSpec
+    from penstock.spec.plan import Plan
     from penstock.spec.predictors import Predictors
 
 
+@dataclass(frozen=True)
+class Learning:
+    """How predictors are trained, and for what."""
+
+    tokens: int | None = flag(
+        "--tokens", "N", "Train on at most so many tokens of the text; default 32768, or what is heard.", min=1
+    )
+    recall: float = flag(
+        "--recall", "X", "Of the neurons that fire, call this share active: more costs more false alarms.", 0.98
+    )
+    seed: int = flag("--seed", "N", "The same seed gives the same predictors.", 0, min=0)
+    ahead: bool | None = flag(
+        "--ahead/--no-ahead",
+        None,
+        "Foretell one layer ahead, so that a disk need not wait between layers; costs more false alarms. Default: where"
+        " neurons lie on the disk within the limits given here.",
+    )
+
+    def goes_ahead(self, plan: Plan) -> bool:
+        """Whether predictors are to foretell one layer ahead of their own."""
+        from penstock.serve.training import is_for_disk
+
+        if self.ahead is not None or not is_for_disk(plan):
+            return bool(self.ahead)
+        note("trains them to foretell one layer ahead, since neurons lie on the disk here (--no-ahead does not)")
+        return True
+
+
 def train_predictors(
-    model: Model,
-    file: Annotated[str, Option("--text", metavar="FILE", help=TEXT_HELP)],
-    machine: Machine,
-    work: Workload,
-    weights: Weights = None,
-    tokens: Annotated[
-        int | None,
-        Option("--tokens", min=1, help="Train on at most so many tokens of the text; default 32768, or what is heard."),
-    ] = None,
-    recall: Annotated[
-        float,
-        Option("--recall", help="Of the neurons that fire, call this share active: more costs more false alarms."),
-    ] = 0.98,
-    seed: Annotated[int, Option("--seed", min=0, help="The same seed gives the same predictors.")] = 0,
-    ahead: Annotated[
-        bool | None,
-        Option(
-            "--ahead/--no-ahead",
-            help="Foretell one layer ahead, so that a disk need not wait between layers; costs more false alarms."
-            " Default: where neurons lie on the disk within the limits given here.",
-        ),
-    ] = None,
-    cache_limit: CacheLimit = None,
+    model: Model, file: Annotated[str, Option("--text", metavar="FILE", help=TEXT_HELP)], machine: Machine,
+    work: Workload, weights: Weights = None, learning: Learning = Learning(), cache_limit: CacheLimit = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train what foretells which neurons fire, for --sparsity predict.
 
     The model reads the text, and a small network for each layer learns who fires. It is kept beside the packed model,
@@ -59,27 +69,25 @@ def train_predictors(
     text, ask = read_text(file), work.ask(machine)
     from penstock.serve import training
 
-    training.require_recall(recall)
+    training.require_recall(learning.recall)
     source = packed_model(model, weights, machine, cache_limit, require=training.require_relu)
     from penstock.serve.planning import describe
-    from penstock.serve.profiling import WINDOW_TOKENS
+    from penstock.serve.windows import in_windows
     from penstock.store import predictors
 
     spec, fmt = describe(source.folder, verify=not machine.no_verify)
     training.require_relu(spec, str(source.folder))
-    window = min(WINDOW_TOKENS, spec.max_positions)
-    ask = dataclasses.replace(ask, context=window, prompt_tokens=window, output_tokens=1)
     beside = training.beside_bytes(spec, fmt)
-    with loaded(source, ask, machine, beside_bytes=beside) as engine, progress() as tell:
-        name = Path(file).name
-        if ahead is None:
-            ahead = training.is_for_disk(engine.plan)
-            if ahead:
-                note(
-                    "trains them to foretell one layer ahead, since neurons lie on the disk here (--no-ahead does not)"
-                )
+    with loaded(source, in_windows(ask, spec), machine, beside_bytes=beside) as engine, progress() as tell:
         trained = training.train(
-            engine, text, name, recall=recall, seed=seed, most_tokens=tokens, ahead=int(ahead), on_progress=tell
+            engine,
+            text,
+            Path(file).name,
+            recall=learning.recall,
+            seed=learning.seed,
+            most_tokens=learning.tokens,
+            ahead=int(learning.goes_ahead(engine.plan)),
+            on_progress=tell,
         )
         total_bytes = engine.packed.total_bytes
     kept = predictors.keep(trained.predictors, trained.granules, source.folder, spec)

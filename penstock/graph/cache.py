@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 from math import exp2, inf, log2
-from typing import Protocol
 
 from penstock.spec.places import Executor
 
@@ -136,19 +135,6 @@ class ExpertCache:
         return leaving
 
 
-class KeyedCache(Protocol):
-    """The interface of an ExpertCache. The native cache that decides for whole passes has it too."""
-
-    @property
-    def slots(self) -> int: ...
-    @property
-    def held(self) -> tuple[int | None, ...]: ...
-    def slot(self, expert: int) -> int | None: ...
-    def missing(self, experts: Iterable[int]) -> list[int]: ...
-    def ask(self, experts: Iterable[int]) -> None: ...
-    def admit(self, expert: int, keep: Collection[int], first: Collection[int | None] = ()) -> int | None: ...
-    def guess(self, expert: int, keep: Collection[int]) -> int | None: ...
-
-
-NewCache = Callable[[int, str], KeyedCache]  # from slots and policy
-Caches = Mapping[tuple[int, Executor], KeyedCache]  # by layer, and the executor in whose memory the slots lie
+# `_native.ExpertCache`, which decides for whole passes, has the same methods, and counts as an ExpertCache.
+NewCache = Callable[[int, str], ExpertCache]  # from slots and policy
+Caches = Mapping[tuple[int, Executor], ExpertCache]  # by layer, and the executor in whose memory the slots lie

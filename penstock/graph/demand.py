@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from penstock.graph import ops
 from penstock.graph.batch import Batch
-from penstock.graph.cache import Caches, KeyedCache
+from penstock.graph.cache import Caches, ExpertCache
 from penstock.graph.calls import Calls
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.tasks import Call, Pass, Slot, Stream, Task
@@ -159,10 +159,10 @@ class Demand:
 
     # -- the wanted experts, and where they are -----------------------------------------------------------
 
-    def _own(self, layer: int) -> KeyedCache:
+    def _own(self, layer: int) -> ExpertCache:
         return self._caches[layer, self._cache_of[layer].executor]
 
-    def _beneath(self, layer: int) -> KeyedCache | None:
+    def _beneath(self, layer: int) -> ExpertCache | None:
         """The cache in RAM beneath a device's; None for a layer with one cache."""
         return self._caches.get((layer, HOST)) if is_device(self._cache_of[layer].executor) else None
 
@@ -243,7 +243,7 @@ class Demand:
             kept.add(expert)
             yield from self._load_one(layer, executor, expert, slot, asked)
 
-    def _read_beneath(self, layer: int, beneath: KeyedCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
+    def _read_beneath(self, layer: int, beneath: ExpertCache, asked: tuple[Slot, ...]) -> Iterator[Task]:
         """Emits loads from the disk into the cache beneath a device's, while there are slots for them."""
         keep, first = {*self._waiting, *self._by_cpu}, self._leaves_ram(layer) if self._absent else ()
         while self._absent:

@@ -80,6 +80,11 @@ class Call(NamedTuple):
         """The op's name."""
         return NAMES[self.operands.__class__]
 
+    @property
+    def total_rows(self) -> int:
+        """The rows of its batch, which it is known to have."""
+        return batch_of(self).total_rows
+
 
 class Task(NamedTuple):
     """Calls that run in order while all of `lanes` are occupied. `bytes`, `flops`: the sums over the calls.

@@ -74,8 +74,9 @@ def in_blocks(
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"
         f" {plan.batch_seqs}: what streams crosses once a block and token",
         f"{where} of {format_bytes(placed_bytes)} and {format_bytes(kv_bytes)}",
-        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.t_pre_s:.3g} s of prompts"
-        f" ({_LANE[solution.busiest[0]]}) and {solution.t_gen_s:.3g} s a token ({_LANE[solution.busiest[1]]})",
+        f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.prefill.seconds:.3g} s of"
+        f" prompts ({_LANE[solution.prefill.lane]}) and {solution.decode.seconds:.3g} s a token"
+        f" ({_LANE[solution.decode.lane]})",
     )
 
 

@@ -126,7 +126,7 @@ class Binding(Views):
         )  # fmt: skip
 
     def _order(self, call: Call, op: ops.Order) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         rows = self._arenas.array(op.rows, np.float32, (t, op.rows.nbytes // (4 * t)))
         part, norms = self._parts[f"{op.layer}.norms"], self._arenas.view(op.norms)
         dense.order(rows, norms, part, op.which, self._scratch(op.scratch))
@@ -180,7 +180,7 @@ class Binding(Views):
         return self._arenas.view(op.norms[0])[block.offset : block.end].view(np.float32)
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t, part, a = batch_of(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
+        t, part, a = call.total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
             self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._arenas.array(op.a, np.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t),
@@ -188,7 +188,7 @@ class Binding(Views):
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        unit, t = self._plan.units[call.unit], batch_of(call).total_rows
+        unit, t = self._plan.units[call.unit], call.total_rows
         part, shape = self._parts[unit.part], self._spec.layers[op.layer].ffns[-1]  # dense, or the shared expert
         flags = op.starts_sum, op.continues_four, op.leaves_four
         asked = op.weights == self.layout.asked.get(call.unit)
@@ -200,7 +200,7 @@ class Binding(Views):
         )  # fmt: skip
 
     def _fire(self, call: Call, op: ops.Fire) -> None:
-        unit, t = self._plan.units[call.unit], batch_of(call).total_rows
+        unit, t = self._plan.units[call.unit], call.total_rows
         part, count = self._parts[unit.part], unit.hi - unit.lo
         fire(
             self._arenas.view(op.weights).reshape(count, -1), part, self._spec.layers[op.layer].ffns[-1],
@@ -210,7 +210,7 @@ class Binding(Views):
     def _picked(self, call: Call, op: ops.Ffn) -> NDArray[np.uint8]:
         """The granules of a unit that was asked for, uint8 [granules, granule_bytes], with the records that count."""
         unit, kept = self._plan.units[call.unit], self._arenas.view(self.layout.kept[call.unit])
-        part, count, t = self._parts[unit.part], unit.hi - unit.lo, batch_of(call).total_rows
+        part, count, t = self._parts[unit.part], unit.hi - unit.lo, call.total_rows
         if op.values:
             fires = (self._values(op.values[0], t) != 0).any(axis=1)
         else:
@@ -219,19 +219,19 @@ class Binding(Views):
         return whole(kept.reshape(count, -1), self._arenas.view(op.weights).reshape(count, -1), fires, part)
 
     def _predict(self, call: Call, op: ops.Predict) -> None:
-        t, part = batch_of(call).total_rows, self._predictors[op.layer]
+        t, part = call.total_rows, self._predictors[op.layer]
         h, active = self._rows(op.h, t), self._active(op.active, t)
         dense.predict(self._arenas.view(op.weights), part, h, active, self._scratch(op.scratch))
 
     def _route(self, call: Call, op: ops.Route) -> None:
-        t, part = batch_of(call).total_rows, self._parts[f"{op.layer}.router"]
+        t, part = call.total_rows, self._parts[f"{op.layer}.router"]
         experts.route(
             self._arenas.view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
             self._routes(op.layer, op.routes, t), self._scratch(op.scratch),
         )  # fmt: skip
 
     def _experts(self, call: Call, op: ops.Experts) -> None:
-        t, part, routed = batch_of(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        t, part, routed = call.total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
         placed = experts_of(op, part)
         experts.experts(
             [self._granules(slot, part) for _, slot in placed], [expert for expert, _ in placed], part, routed,
@@ -241,18 +241,17 @@ class Binding(Views):
         )  # fmt: skip
 
     def _combine(self, call: Call, op: ops.Combine) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         experts.combine(
             self._routes(op.layer, op.routes, t), self._outputs(op.layer, op.outputs, t), self._rows(op.partial, t),
             op.starts_sum,
         )  # fmt: skip
 
     def _gate(self, call: Call, op: ops.Gate) -> None:
-        t = batch_of(call).total_rows
-        experts.gate(self._routes(op.layer, op.routes, t), self._rows(op.partial, t))
+        experts.gate(self._routes(op.layer, op.routes, call.total_rows), self._rows(op.partial, call.total_rows))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         dense.merge(
             self._arenas.view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._scratch(op.scratch),
@@ -266,12 +265,12 @@ class Binding(Views):
         weights stay."""
         op = call.operands
         assert isinstance(op, ops.Route)
-        self._chosen(op, batch_of(call).total_rows)[...] = experts
+        self._chosen(op, call.total_rows)[...] = experts
 
     def set_live(self, call: Call, places: Sequence[Sequence[int]]) -> None:
         """Replaces the answer of a call that tells which neurons fire, or are active, and is done. `places`: of each
         row, in ascending order. Of the other neurons nothing is computed on; one that does not fire adds nothing."""
-        op, t = call.operands, batch_of(call).total_rows
+        op, t = call.operands, call.total_rows
         if isinstance(op, ops.Predict):
             active = self._active(op.active, t)
             for row, live in zip(active, places, strict=True):
@@ -303,18 +302,16 @@ class Binding(Views):
         if isinstance(op, ops.Predict):
             count = neurons_of(self._spec.layers[op.layer])
             # Of bytes flatnonzero takes three times as long.
-            active = self._active(op.active, batch_of(call).total_rows)[:, :count] != 0
+            active = self._active(op.active, call.total_rows)[:, :count] != 0
             return [np.flatnonzero(row).tolist() for row in active]
         if isinstance(op, ops.Fire):
             first = self._plan.units[call.unit].lo * GRANULE_ROWS
-            rows = (
-                self._values(op.values, batch_of(call).total_rows).swapaxes(0, 1).reshape(batch_of(call).total_rows, -1)
-            )
+            rows = self._values(op.values, call.total_rows).swapaxes(0, 1).reshape(call.total_rows, -1)
             return [(first + np.flatnonzero(row)).tolist() for row in rows]
         assert isinstance(op, ops.Route)
-        ids = self._chosen(op, batch_of(call).total_rows)
+        ids = self._chosen(op, call.total_rows)
         if op.guesses:
-            routes = self._routes(op.layer, op.routes, batch_of(call).total_rows)
+            routes = self._routes(op.layer, op.routes, call.total_rows)
             likeliest = np.argsort(-routes.factors, axis=1, kind="stable")
             ids = np.take_along_axis(ids, likeliest, axis=1)
         experts_by_row: list[list[int]] = ids.tolist()

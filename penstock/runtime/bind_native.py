@@ -94,7 +94,7 @@ class NativeBinding(NativeOps):
     def _run_placed(self, call: Call, op: ops.Experts) -> None:
         """Computes experts that were asked for. All operands are the same in each pass, except which experts they are
         and where these lie."""
-        key = (call.unit, batch_of(call).total_rows, *op[1:6], op.starts_sum)
+        key = (call.unit, call.total_rows, *op[1:6], op.starts_sum)
         program = self._placed.get(key)
         if program is None:
             while len(self._placed) >= self._most_bound:

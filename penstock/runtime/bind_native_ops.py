@@ -167,13 +167,13 @@ class NativeOps(Binding):
         part, at = self._parts["embed"], self._arenas.address
         on.gather(
             weights=at(op.weights), count=op.weights.nbytes // part.granule_bytes, stride=part.granule_bytes,
-            matrix=self._vocab["embed"], tokens=at(op.tokens), t=batch_of(call).total_rows, rows=at(op.rows),
+            matrix=self._vocab["embed"], tokens=at(op.tokens), t=call.total_rows, rows=at(op.rows),
         )  # fmt: skip
 
     def _embed_on(self, on: Target, call: Call, op: ops.Embed, tables: BatchTables) -> None:
         at = self._arenas.address
         on.embed(
-            rows=at(op.rows), embed_scale=self._spec.embed_scale, t=batch_of(call).total_rows, d=self._spec.d_model,
+            rows=at(op.rows), embed_scale=self._spec.embed_scale, t=call.total_rows, d=self._spec.d_model,
             x=at(op.x),
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ class NativeOps(Binding):
         on.norm(norm=norm, x=at(op.x), chosen=chosen, t=n, d=self._spec.d_model, h=at(op.h))
 
     def _order_on(self, on: Target, call: Call, op: ops.Order, tables: BatchTables) -> None:
-        at, t = self._arenas.address, batch_of(call).total_rows
+        at, t = self._arenas.address, call.total_rows
         on.order(
             order=at(op.norms) + self._parts[f"{op.layer}.norms"].block(f"{op.which}_order").offset, rows=at(op.rows),
             t=t, d=op.rows.nbytes // (4 * t), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
@@ -237,13 +237,13 @@ class NativeOps(Binding):
         first_column = self._plan.unit_rows(unit)[0] * a.heads_per_kv * a.head_dim
         on.out(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=self._parts[unit.part].granule_bytes,
-            matrix=self._o[op.layer], a=at(op.a) + 4 * first_column, a_stride=width, t=batch_of(call).total_rows,
+            matrix=self._o[op.layer], a=at(op.a) + 4 * first_column, a_stride=width, t=call.total_rows,
             partial=at(op.partial), starts_sum=op.starts_sum, exact=self._exact[unit.part, "out"],
             scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _ffn_on(self, on: Target, call: Call, op: ops.Ffn, tables: BatchTables) -> None:
-        unit, at, t = self._plan.units[call.unit], self._arenas.address, batch_of(call).total_rows
+        unit, at, t = self._plan.units[call.unit], self._arenas.address, call.total_rows
         active, columns = (at(op.active[0]), op.active[0].nbytes // t) if op.active else (0, 0)
         part = self._parts[unit.part]
         stride, shape = part.granule_bytes, self._ffn_shapes[unit.part]
@@ -269,7 +269,7 @@ class NativeOps(Binding):
         part = self._parts[unit.part]
         on.fire(
             weights=at(op.weights), count=unit.hi - unit.lo, stride=Records.of(part).kept_bytes,
-            shape=self._asked_shapes[unit.part][0], h=at(op.h), t=batch_of(call).total_rows,
+            shape=self._asked_shapes[unit.part][0], h=at(op.h), t=call.total_rows,
             values=at(op.values), exact=self._exact[unit.part, "ffn"], scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
@@ -279,7 +279,7 @@ class NativeOps(Binding):
         on.predict(
             weights=at(op.weights), hidden=cpu.matrix(part.block("hidden")), neurons=cpu.matrix(part.block("neurons")),
             hidden_bias=part.block("hidden_bias").offset, neurons_bias=part.block("neurons_bias").offset, h=at(op.h),
-            t=batch_of(call).total_rows, active=at(op.active), exact=self._all_exact, scratch=at(op.scratch),
+            t=call.total_rows, active=at(op.active), exact=self._all_exact, scratch=at(op.scratch),
             scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
@@ -287,7 +287,7 @@ class NativeOps(Binding):
         """The address where an FFN's call notes which neurons fire; 0 if nobody asks."""
         if self.on_fired is None:
             return 0
-        unit, t = self._plan.units[call.unit], batch_of(call).total_rows
+        unit, t = self._plan.units[call.unit], call.total_rows
         part = self._parts[unit.part]
         if unit.lo == 0:
             self._fired = np.zeros((t, part.granules * part.granule_rows), np.uint8)
@@ -300,14 +300,14 @@ class NativeOps(Binding):
         unit = self._plan.units[call.unit]
         part = self._parts[unit.part]
         if part.kind == "ffn" and unit.hi == part.granules:
-            h = self._rows(call.operands.h, batch_of(call).total_rows)
+            h = self._rows(call.operands.h, call.total_rows)
             self.on_fired(part.layer, h, self._fired[:, : part.rows])
 
     def _route_on(self, on: Target, call: Call, op: ops.Route, tables: BatchTables) -> None:
         at = self._arenas.address
         on.route(
             weights=at(op.weights), shape=self._router_of(op.layer, at(op.weights)), h=at(op.h),
-            t=batch_of(call).total_rows, routes=at(op.routes), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            t=call.total_rows, routes=at(op.routes), scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
 
     def _router_of(self, layer: int, address: int) -> _native.RouterShape:
@@ -319,7 +319,7 @@ class NativeOps(Binding):
         on.experts(
             weights=[at(slot) for _, slot in placed], ids=[expert for expert, _ in placed], stride=part.granule_bytes,
             shape=self._ffn_shapes[part.key], per_expert=part.expert_granules, active=self._routed(op.layer).active,
-            h=at(op.h), t=batch_of(call).total_rows, routes=at(op.routes), partial=at(op.partial),
+            h=at(op.h), t=call.total_rows, routes=at(op.routes), partial=at(op.partial),
             outputs=at(op.outputs[0]) if op.outputs else 0, starts_sum=op.starts_sum,
             exact=self._exact[part.key, "ffn"], scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
         )  # fmt: skip
@@ -327,7 +327,7 @@ class NativeOps(Binding):
     def _combine_on(self, on: Target, call: Call, op: ops.Combine, tables: BatchTables) -> None:
         at, active = self._arenas.address, self._routed(op.layer).active
         on.combine(
-            routes=at(op.routes), outputs=at(op.outputs), active=active, t=batch_of(call).total_rows,
+            routes=at(op.routes), outputs=at(op.outputs), active=active, t=call.total_rows,
             d=self._spec.d_model, partial=at(op.partial), starts_sum=op.starts_sum,
         )  # fmt: skip
 
@@ -336,7 +336,7 @@ class NativeOps(Binding):
         on.gate(
             routes=at(op.routes),
             active=active,
-            t=batch_of(call).total_rows,
+            t=call.total_rows,
             d=self._spec.d_model,
             partial=at(op.partial),
         )
@@ -354,7 +354,7 @@ class NativeOps(Binding):
             routes, active = at(op.routes[0]), self._routed(op.layer).active
         on.merge(
             out=out, after=after, bias=bias_at, x=at(op.x), partials=[at(p) for p in op.partials],
-            t=batch_of(call).total_rows, d=self._spec.d_model, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
+            t=call.total_rows, d=self._spec.d_model, scratch=at(op.scratch), scratch_bytes=op.scratch.nbytes,
             expert_bias=expert_bias, routes=routes, active=active,
         )  # fmt: skip
 

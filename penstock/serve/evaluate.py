@@ -13,8 +13,8 @@ from penstock.errors import BadRequest, BrokenModel
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
 from penstock.serve.log_probabilities import log_softmax
+from penstock.serve.windows import width_of
 
-WINDOW_TOKENS = 512
 _MOST_NLL = 700.0  # nats a token: e^700 is about the largest float64, and no model needs a worse figure
 
 
@@ -48,7 +48,7 @@ def evaluate(
             f"{engine.packed.folder} one of {engine.packed.spec.vocab}: they cannot be compared"
         )
     ids = engine.tokenizer.encode(text)
-    width = min([WINDOW_TOKENS, *(model.packed.spec.max_positions for model in engines)])
+    width = width_of(*(model.packed.spec for model in engines))
     room = min(model.plan.context for model in engines)
     if room < min(width, len(ids)):
         raise BadRequest(f"the plan has a context of {room} tokens; windows of {width} are scored")

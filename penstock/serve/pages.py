@@ -139,11 +139,6 @@ class Pages:
         self._index = _Index()
 
     @property
-    def free(self) -> int:
-        """Pages that hold nothing."""
-        return len(self._free)
-
-    @property
     def kept(self) -> int:
         """Pages that nobody has, and that hold what a prompt may begin with."""
         return len(self._kept)

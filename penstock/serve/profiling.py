@@ -15,10 +15,9 @@ from penstock.graph.ops import Route
 from penstock.graph.tasks import Call
 from penstock.runtime.host import Progress
 from penstock.serve.engine import Engine
+from penstock.serve.windows import width_of
 from penstock.spec.model import FfnSpec, ModelSpec
 from penstock.spec.profile import FIRED_TOGETHER, Counting, FiringCounts, Profile
-
-WINDOW_TOKENS = 512
 
 
 def profile(
@@ -69,7 +68,7 @@ def require_counted(spec: ModelSpec, where: str) -> None:
 def read(engine: Engine, ids: Sequence[int], on_progress: Progress | None) -> Iterator[None]:
     """Reads all tokens, and yields after each window."""
     plan = engine.plan
-    width = min(WINDOW_TOKENS, engine.packed.spec.max_positions, plan.context)
+    width = min(width_of(engine.packed.spec), plan.context)
     for lo in range(0, len(ids), width):
         window = ids[lo : lo + width]
         for p in passes.prefill(plan, 0, len(window), None):

@@ -70,6 +70,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 from types import MappingProxyType
+from typing import NamedTuple
 
 GROUP = 32  # columns of a group: activations that are rounded beside these formats have a scale for as many
 TILE_ROWS = 16
@@ -77,20 +78,30 @@ SCALE, ZERO_POINT = 1, 2  # a header's word is a float32 scale; or a scale of 23
 ZERO_BITS = 9
 
 
+class Code(NamedTuple):
+    """A code of a format: how many low bits it has, how many high ones, which lie apart, and the offset that is taken
+    from it, or from what a table has for it."""
+
+    low: int
+    high: int = 0
+    offset: int = 0
+
+    @property
+    def bits(self) -> int:
+        return self.low + self.high
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A row of the tables above. `columns`, `nbytes`: of a block of a row in a file. `low`, `high`: bits of a code.
-    `scaled`: columns of a scale. `halves`: float16 numbers of a header. `offset`: what is taken from a code, or from
-    what a table has for it. `integers`: bytes of a scale and its minimum, where they are unpacked. `word`: what a word
-    of a header is, SCALE or ZERO_POINT; 0 for formats of GGUF files."""
+    """A row of the tables above. `columns`, `nbytes`: of a block of a row in a file. `scaled`: columns of a scale.
+    `halves`: float16 numbers of a header. `integers`: bytes of a scale and its minimum, where they are unpacked.
+    `word`: what a word of a header is, SCALE or ZERO_POINT; 0 for formats of GGUF files."""
 
     columns: int
     nbytes: int
-    low: int
-    high: int
+    code: Code
     scaled: int
     halves: int
-    offset: int = 0
     integers: int = 1
     word: int = 0
 
@@ -105,7 +116,7 @@ class Blocks:
         if self.columns == GROUP:
             return 0 if self.halves else span // GROUP
         if span == self.columns:
-            return self.nbytes - 2 * self.halves - self.columns * (self.low + self.high) // 8
+            return self.nbytes - 2 * self.halves - self.columns * self.code.bits // 8
         return -(-self.integers * (span // self.scaled) // 4) * 4
 
     def header_bytes(self, span: int) -> int:
@@ -114,29 +125,29 @@ class Blocks:
 
     def block_bytes(self, span: int) -> int:
         """Bytes of a block of `span` columns of a tile."""
-        return TILE_ROWS * (self.header_bytes(span) + span * (self.low + self.high) // 8)
+        return TILE_ROWS * (self.header_bytes(span) + span * self.code.bits // 8)
 
 
 # The rows of the tables, by name. Sizes of blocks are those of ggml's structs.
 BLOCKS = MappingProxyType({
-    "q4_0": Blocks(32, 18, 4, 0, 32, 1, 8),
-    "q5_0": Blocks(32, 22, 4, 1, 32, 1, 16),
-    "q5_1": Blocks(32, 24, 4, 1, 32, 2),
-    "q8_0": Blocks(32, 34, 8, 0, 32, 1, 128),
-    "iq4_nl": Blocks(32, 18, 4, 0, 32, 1, 128),
-    "mxfp4": Blocks(32, 17, 4, 0, 32, 0, 12),
-    "q2_k": Blocks(256, 84, 2, 0, 16, 2),
-    "q3_k": Blocks(256, 110, 2, 1, 16, 1, 4),
-    "q4_k": Blocks(256, 144, 4, 0, 32, 2, integers=2),
-    "q5_k": Blocks(256, 176, 4, 1, 32, 2, integers=2),
-    "q6_k": Blocks(256, 210, 4, 2, 16, 1, 32),
-    "iq4_xs": Blocks(256, 136, 4, 0, 32, 1, 128),
-    "uint4_g32": Blocks(128, 80, 4, 0, 32, 0, word=ZERO_POINT),
-    "uint4_g64": Blocks(128, 72, 4, 0, 64, 0, word=ZERO_POINT),
-    "uint4_g128": Blocks(128, 68, 4, 0, 128, 0, word=ZERO_POINT),
-    "uint8_g32": Blocks(128, 144, 8, 0, 32, 0, word=ZERO_POINT),
-    "uint8_g128": Blocks(128, 132, 8, 0, 128, 0, word=ZERO_POINT),
-    "float8": Blocks(128, 132, 8, 0, 128, 0, word=SCALE),
+    "q4_0": Blocks(32, 18, Code(4, 0, 8), 32, 1),
+    "q5_0": Blocks(32, 22, Code(4, 1, 16), 32, 1),
+    "q5_1": Blocks(32, 24, Code(4, 1), 32, 2),
+    "q8_0": Blocks(32, 34, Code(8, 0, 128), 32, 1),
+    "iq4_nl": Blocks(32, 18, Code(4, 0, 128), 32, 1),
+    "mxfp4": Blocks(32, 17, Code(4, 0, 12), 32, 0),
+    "q2_k": Blocks(256, 84, Code(2), 16, 2),
+    "q3_k": Blocks(256, 110, Code(2, 1, 4), 16, 1),
+    "q4_k": Blocks(256, 144, Code(4), 32, 2, integers=2),
+    "q5_k": Blocks(256, 176, Code(4, 1), 32, 2, integers=2),
+    "q6_k": Blocks(256, 210, Code(4, 2, 32), 16, 1),
+    "iq4_xs": Blocks(256, 136, Code(4, 0, 128), 32, 1),
+    "uint4_g32": Blocks(128, 80, Code(4), 32, 0, word=ZERO_POINT),
+    "uint4_g64": Blocks(128, 72, Code(4), 64, 0, word=ZERO_POINT),
+    "uint4_g128": Blocks(128, 68, Code(4), 128, 0, word=ZERO_POINT),
+    "uint8_g32": Blocks(128, 144, Code(8), 32, 0, word=ZERO_POINT),
+    "uint8_g128": Blocks(128, 132, Code(8), 128, 0, word=ZERO_POINT),
+    "float8": Blocks(128, 132, Code(8), 128, 0, word=SCALE),
 })  # fmt: skip
 
 # What the codes of table formats stand for, in twice its number for mxfp4 (e2m1 of OCP MX, whose scale is halved).

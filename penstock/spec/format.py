@@ -86,7 +86,7 @@ from penstock.units import round_up
 
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4}
 _ASKED = tuple(_BITS)  # what users may ask for; the others are those of files
-_BITS |= {kind: blocks.low + blocks.high for kind, blocks in BLOCKS.items()}
+_BITS |= {kind: blocks.code.bits for kind, blocks in BLOCKS.items()}
 _ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 DEFAULT_GROUP = 64
 # The limits of formats. The native kernels have the same limits (csrc/shapes.h), and a test compares them.

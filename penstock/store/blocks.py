@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import BrokenModel
-from penstock.spec.blocks import BLOCKS, GROUP, Blocks
+from penstock.spec.blocks import BLOCKS, GROUP, Blocks, Code
 from penstock.spec.format import TILE_ROWS, Format, parse_format, tiles
 from penstock.store.header import KINDS
 
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 _LARGEST_EXPONENT = 252  # of MXFP4, whose largest number is 6 · 2^(252 - 127)
 _LINE_BYTES = 64
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
-_Q4_1 = Blocks(GROUP, 20, 4, 0, GROUP, 2)
+_Q4_1 = Blocks(GROUP, 20, Code(4), GROUP, 2)
 
 
 def format_of(gguf_type: str) -> Format | None:

@@ -23,14 +23,14 @@ _NO_NAN = 0xFE  # bits of a code of float8: without the last one none is NaN
 def spread(kind: str) -> tuple[float, float]:
     """Of numbers whose d is 1: their standard deviation, and what d of the minimum is, so that their mean is 0."""
     blocks, rng = BLOCKS[kind], np.random.default_rng(0)
-    codes = rng.integers(0, 1 << (blocks.low + blocks.high), _DRAWS).astype(np.float64)
+    codes = rng.integers(0, 1 << blocks.code.bits, _DRAWS).astype(np.float64)
     if kind == "float8":
         codes = (codes.astype(int) & _NO_NAN).astype(np.float64)
-    numbers = np.array(TABLES[kind])[codes.astype(int)] if kind in TABLES else codes - blocks.offset
+    numbers = np.array(TABLES[kind])[codes.astype(int)] if kind in TABLES else codes - blocks.code.offset
     lo, hi = _SCALES.get(kind, (1, 1))
     scales, minimums = rng.integers(lo, hi + 1, (2, _DRAWS))
     if blocks.word == ZERO_POINT:
-        numbers = numbers - (1 << (blocks.low - 1))
+        numbers = numbers - (1 << (blocks.code.low - 1))
     mean = float(codes.mean()) if blocks.halves == 2 else 0.0
     return float((numbers * scales - mean * minimums).std()), -mean if kind == "q5_1" else mean
 
@@ -74,6 +74,6 @@ def _fill_words(words: Array, codes: Array, blocks: Blocks, d: Array, size: floa
     words[...] = (d[: words.size].astype(np.float32) * np.float32(size)).view(np.uint32).reshape(words.shape)
     if blocks.word == ZERO_POINT:
         words &= ~np.uint32((1 << ZERO_BITS) - 1)
-        words |= np.uint32(1 << (blocks.low - 1))
+        words |= np.uint32(1 << (blocks.code.low - 1))
     else:
         codes &= _NO_NAN

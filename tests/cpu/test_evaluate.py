@@ -11,7 +11,8 @@ import pytest
 
 import penstock
 from penstock.errors import BadRequest
-from penstock.serve.evaluate import WINDOW_TOKENS, evaluate
+from penstock.serve.evaluate import evaluate
+from penstock.serve.windows import WINDOW_TOKENS
 from penstock.spec.format import parse_format
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed

@@ -156,4 +156,4 @@ def test_kept_pages_are_worth_their_room_for_some_passes_only() -> None:
     assert pages.extend(other) and other.pages[-1] in (0, 1) and pages.top == 4  # no page beyond all others
     pages.drop(other)
     pages.tick()
-    assert pages.kept == 0 and pages.top == 0 and pages.free == 6
+    assert pages.kept == 0 and pages.top == 0 and pages.had == 0

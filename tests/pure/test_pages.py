@@ -188,7 +188,7 @@ def test_the_longest_unused_page_goes_first_and_a_beginning_last() -> None:
     pages = Pages(4, 2)
     said(ids(1, 2, 3, 4, 5), pages)
     said(ids(9, 9, 9), pages)  # one page was free: the last one of the text before goes
-    assert (pages.free, pages.kept, pages.had) == (0, 4, 0)
+    assert (pages.kept, pages.had) == (4, 0)
     assert found(ids(1, 2, 3, 4, 5), pages) == 4
 
 
@@ -201,6 +201,6 @@ def test_a_page_that_somebody_has_is_not_given_away() -> None:
     second = pages.begin(pages.digests("", tokens), tokens, 0)
     assert second is not None and second.pages[0] == table.pages[0] and not pages.extend(second)
     pages.drop(table)
-    assert pages.had == 2 and pages.free == 1
+    assert pages.had == 2 and pages.kept == 0
     pages.drop(second)
-    assert pages.free == 3
+    assert pages.had == pages.kept == 0

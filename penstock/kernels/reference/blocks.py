@@ -19,8 +19,9 @@ def widen_blocks(packed: NDArray[np.uint8], cols: int, kind: str) -> Float32:
     span = blocks.span(cols)
     each_block = packed.reshape(n, cols // span, -1)
     header = TILE_ROWS * blocks.header_bytes(span)
-    codes = _codes(each_block[:, :, header:].reshape(n, cols // span, span // GROUP, -1), blocks.low, blocks.high)
-    numbers = codes.astype(np.float32) - np.float32(blocks.offset)
+    code = blocks.code
+    codes = _codes(each_block[:, :, header:].reshape(n, cols // span, span // GROUP, -1), code.low, code.high)
+    numbers = codes.astype(np.float32) - np.float32(code.offset)
     if kind in TABLES:
         numbers = np.array(TABLES[kind], np.float32)[codes]
     scales, minimums = _factors(each_block[:, :, :header], kind, span)  # [n, spans, 16, scales of a span]

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from penstock.planner.programs import highs
@@ -133,16 +133,22 @@ class PolicyProgram:
         return self.total_s(*(max(_least(line, self) for line in stage.values()) for stage in self.stages))
 
 
+class Busiest(NamedTuple):
+    """The lane that is busy for longest in a layer, and its seconds."""
+
+    lane: str
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A policy with its seconds. `seconds`: T of the block; `t_pre_s`, `t_gen_s`: of a layer in prefill and in decode;
-    `busiest`: the lanes that take so long; `lanes_s`: seconds of all lanes together."""
+    """A policy with its seconds. `seconds`: T of the block; `prefill`, `decode`: T_pre and T_gen; `lanes_s`: seconds of
+    all lanes together."""
 
     policy: Policy
     seconds: float
-    t_pre_s: float
-    t_gen_s: float
-    busiest: tuple[str, str]
+    prefill: Busiest
+    decode: Busiest
     lanes_s: float
 
     @property
@@ -160,10 +166,12 @@ def solve(program: PolicyProgram, kv: Shares | None = None) -> Solution | None:
 
 def evaluate(program: PolicyProgram, policy: Policy) -> Solution:
     """T of a policy, and the lanes that decide it."""
-    each = ({lane: line.at(policy) for lane, line in stage.items()} for stage in program.stages)
-    (pre, t_pre_s), (gen, t_gen_s) = (max(seconds.items(), key=itemgetter(1)) for seconds in each)
-    total_s, lanes_s = program.total_s(t_pre_s, t_gen_s), program.lanes_s.at(policy)
-    return Solution(policy, total_s, t_pre_s, t_gen_s, (pre, gen), lanes_s)
+    prefill, decode = (
+        max((Busiest(lane, line.at(policy)) for lane, line in stage.items()), key=attrgetter("seconds"))
+        for stage in program.stages
+    )
+    total_s = program.total_s(prefill.seconds, decode.seconds)
+    return Solution(policy, total_s, prefill, decode, program.lanes_s.at(policy))
 
 
 def _least(line: Line, program: PolicyProgram) -> float:

@@ -95,12 +95,12 @@ class TorchBinding:
 
     def _gather(self, call: Call, op: ops.Gather) -> None:
         part = self._parts["embed"]
-        t = batch_of(call).total_rows
+        t = call.total_rows
         ids = self._typed(op.tokens, torch.int32, (t,))
         dense.gather(self._granules(op.weights, part), part, ids, self._embedded(op.rows, t), self._kernels)
 
     def _embed(self, call: Call, op: ops.Embed) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         dense.embed(
             self._embedded(op.rows, t), self._view(op.edges), self._parts["edges"], self._spec,
             self._tables[batch_of(call).id].positions, self._rows(op.x, t), self._kernels, self._scratch(op.scratch),
@@ -153,7 +153,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _out(self, call: Call, op: ops.Out) -> None:
-        t, part, a = batch_of(call).total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
+        t, part, a = call.total_rows, self._parts[f"{op.layer}.attn"], self._spec.layers[op.layer].attention
         attention.out(
             self._granules(op.weights, part), part, self._plan.units[call.unit].lo, a,
             self._typed(op.a, torch.float32, (t, a.heads, a.head_dim)), self._rows(op.partial, t), op.starts_sum,
@@ -161,7 +161,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _ffn(self, call: Call, op: ops.Ffn) -> None:
-        t, unit = batch_of(call).total_rows, self._plan.units[call.unit]
+        t, unit = call.total_rows, self._plan.units[call.unit]
         part, active = self._parts[unit.part], self._active(op.active[0], t) if op.active else None
         if active is not None:
             active = active[:, unit.lo * part.granule_rows : unit.hi * part.granule_rows]
@@ -171,7 +171,7 @@ class TorchBinding:
         )  # fmt: skip
 
     def _predict(self, call: Call, op: ops.Predict) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         dense.predict(
             self._view(op.weights), self._predictors[op.layer], self._rows(op.h, t), self._active(op.active, t),
             self._kernels, self._scratch(op.scratch),
@@ -179,14 +179,14 @@ class TorchBinding:
 
     def _route(self, call: Call, op: ops.Route) -> None:
         assert not op.guesses, "guesses are the host's"
-        t, part = batch_of(call).total_rows, self._parts[f"{op.layer}.router"]
+        t, part = call.total_rows, self._parts[f"{op.layer}.router"]
         experts.route(
             self._view(op.weights), part, self._routed(op.layer), self._rows(op.h, t),
             self._routes(op.routes, op.layer, t), self._kernels, self._scratch(op.scratch),
         )  # fmt: skip
 
     def _experts(self, call: Call, op: ops.Experts) -> None:
-        t, part, routed = batch_of(call).total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
+        t, part, routed = call.total_rows, self._parts[f"{op.layer}.experts"], self._routed(op.layer)
         outputs = self._outputs(op.outputs[0], op.layer, t) if op.outputs else None
         experts.experts(
             [self._granules(slot, part) for slot in op.weights], op.first_experts, part, routed, self._rows(op.h, t),
@@ -195,18 +195,17 @@ class TorchBinding:
         )  # fmt: skip
 
     def _combine(self, call: Call, op: ops.Combine) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         experts.combine(
             self._routes(op.routes, op.layer, t), self._outputs(op.outputs, op.layer, t), self._rows(op.partial, t),
             op.starts_sum, self._kernels,
         )  # fmt: skip
 
     def _gate(self, call: Call, op: ops.Gate) -> None:
-        t = batch_of(call).total_rows
-        experts.gate(self._routes(op.routes, op.layer, t), self._rows(op.partial, t))
+        experts.gate(self._routes(op.routes, op.layer, call.total_rows), self._rows(op.partial, call.total_rows))
 
     def _merge(self, call: Call, op: ops.Merge) -> None:
-        t = batch_of(call).total_rows
+        t = call.total_rows
         dense.merge(
             self._view(op.norms), self._parts[f"{op.layer}.norms"], op.block, self._spec.layers[op.layer],
             self._spec.norm, self._rows(op.x, t), [self._rows(p, t) for p in op.partials], self._kernels,
