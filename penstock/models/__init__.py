@@ -139,7 +139,7 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
 
 def says_experts(config: dict[str, Any]) -> str:
     """What a config.json says of the number of experts, as words for an error: "says num_experts 8". It is "" for a
-    type without experts. `config`: of a type that there is a file for."""
+    type without experts. Raises UnsupportedModel for a type that there is no file for."""
     keys = getattr(_find(config["model_type"], "config.json"), "COUNT_KEYS", ())
     return _says(config, count_key(config, keys)) if keys else ""
 
@@ -149,12 +149,14 @@ def _says(config: dict[str, Any], key: str) -> str:
 
 
 def sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource]:
-    """(part key, block name) → its place in the checkpoint, for every block of `spec.parts.parts`."""
+    """(part key, block name) → its place in the checkpoint, for every block of `spec.parts.parts`. Raises
+    UnsupportedModel for a type that does not run."""
     return _find(spec.model_type, "the plan").sources(spec)
 
 
 def stacked_sources(spec: ModelSpec) -> dict[tuple[str, str], TensorSource] | None:
-    """As `sources`, where all experts of a layer stand in one tensor. None for a type without experts."""
+    """As `sources`, where all experts of a layer stand in one tensor. None for a type without experts. Raises as
+    `sources`."""
     function = getattr(_find(spec.model_type, "the plan"), "stacked_sources", None)
     return None if function is None else cast("dict[tuple[str, str], TensorSource]", function(spec))
 

@@ -97,7 +97,7 @@ class Arenas:
         return self._bytes[arena]
 
     def array(self, slot: Slot, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The first bytes of the slot as an array of this dtype and shape."""
+        """The first bytes of the slot as an array of this dtype, [*shape]. A view."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         assert nbytes <= slot.nbytes, f"{slot} holds less than {shape} of {dtype}"
         view: NDArray[Any] = self._bytes[slot.arena][slot.lo : slot.lo + nbytes].view(dtype).reshape(shape)

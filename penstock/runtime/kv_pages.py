@@ -37,7 +37,7 @@ class KvPages:
             raise BadRequest("KV in a GPU's memory cannot be kept yet: leave out --keep-kv, or give --device none")
 
     def read(self, page: int) -> Iterator[NDArray[np.uint8]]:
-        """Yields the bytes of a page, part by part. Raises StorageFailed for KV on a disk."""
+        """Yields the bytes of a page, part by part, uint8 [n]. Raises StorageFailed for KV on a disk."""
         for slot in self._layout.page_slots(page):
             if not is_disk(slot.arena):
                 yield self._arenas.view(slot)
@@ -47,8 +47,8 @@ class KvPages:
                 yield part
 
     def rooms(self, page: int) -> Iterator[NDArray[np.uint8]]:
-        """Yields the room for the bytes of a page, part by part. The caller fills each part before it asks for the
-        next. Raises StorageFailed for KV on a disk."""
+        """Yields the room for the bytes of a page, part by part, uint8 [n]. The caller fills each part before it asks
+        for the next. Raises StorageFailed for KV on a disk."""
         for slot in self._layout.page_slots(page):
             if not is_disk(slot.arena):
                 yield self._arenas.view(slot)

@@ -32,31 +32,31 @@ class AsyncLLM:
 
     @classmethod
     async def load(cls, model: str | Path, **options: Any) -> AsyncLLM:
-        """Loads a model in a thread. `options`: those of `LLM`."""
+        """Loads a model in a thread. `options`: those of `LLM`. Raises as `LLM`."""
         return cls(await asyncio.to_thread(partial(LLM, model, **options)))
 
     async def generate(self, prompts: Prompts, params: SamplingParams | None = None) -> list[RequestOutput]:
-        """As `LLM.generate`."""
+        """As `LLM.generate`. Raises as that, and BadRequest where `close` ended an answer."""
         given = prompt_list(prompts)
         ids = [await self._encoded(prompt) for prompt in given]
         return await self._answers([each if isinstance(each, str) else None for each in given], ids, params)
 
     async def chat(self, messages: Conversations, params: SamplingParams | None = None) -> list[RequestOutput]:
-        """As `LLM.chat`."""
+        """As `LLM.chat`. Raises as that, and BadRequest where `close` ended an answer."""
         ids = [await asyncio.to_thread(self.llm.chat_ids, each) for each in conversations(messages)]
         return await self._answers([None] * len(ids), ids, params)
 
     async def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncGenerator[str, None]:
-        """As `LLM.stream`."""
+        """As `LLM.stream`, which it raises as, at the first piece."""
         (one,) = prompt_list([prompt])
         async with aclosing(self._pieces(await self._encoded(one), params)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
-        """As `LLM.stream_chat`."""
+        """As `LLM.stream_chat`, which it raises as, at the first piece."""
         (one,) = conversations([messages])
         ids = await asyncio.to_thread(self.llm.chat_ids, one)
         async with aclosing(self._pieces(ids, params)) as pieces:
@@ -64,13 +64,13 @@ class AsyncLLM:
                 yield piece
 
     async def score(self, text: str | Sequence[int], likeliest: int = 0) -> Score:
-        """As `LLM.score`. It waits until no answer is under way."""
+        """As `LLM.score`, and raises as that. It waits until no answer is under way."""
         return await asyncio.to_thread(self.llm.score, text, likeliest)
 
     async def embed(
         self, texts: Prompts, *, pooling: Pool | None = None, normalize: bool = True, dimensions: int | None = None
     ) -> NDArray[np.float32]:
-        """As `LLM.embed`."""
+        """As `LLM.embed`: float32 [texts, dimensions]. Raises as that."""
         width = require_dimensions(dimensions, self.llm.engine.plan.target.spec.d_embed)
         chosen = chosen_pooling(pooling, self.llm.engine.pooling)
         ids = [await self._encoded(each) for each in prompt_list(texts)]

@@ -66,7 +66,7 @@ class Cached:
 
     def hold_or_open(self) -> tuple[Path, FolderLock] | Unpacked:
         """As `hold`, but where there is no copy yet the checkpoint itself, to be loaded without one, if nothing stands
-        in the way of writing the copy later by `write`. Its tokenizer was not tried then."""
+        in the way of writing the copy later by `write`. Its tokenizer was not tried then. Raises as `hold`."""
         return self._hold(lambda now: self._open(now) or self._make(now))
 
     def _hold(self, make: Callable[[dict[str, Stamp]], Path | Unpacked]) -> tuple[Path, FolderLock] | Unpacked:

@@ -64,7 +64,7 @@ class FiringRates:
     said: str
 
     def of(self, layer: int, seed: int) -> NDArray[np.float64]:
-        """[N]: the rate of each neuron of a layer. They are shuffled, in each layer differently."""
+        """float64 [N]: the rate of each neuron of a layer. They are shuffled, in each layer differently."""
         rates = self.layers[layer % len(self.layers)]
         return np.random.default_rng([seed, layer, 4]).permutation(rates).clip(LEAST, MOST)
 

@@ -55,7 +55,7 @@ class Fitted:
     neurons_bias: Float32
 
     def scores(self, h: Float32) -> Float32:
-        """[rows, N]: a neuron is called active above 0."""
+        """float32 [rows, N] of h float32 [rows, D]: a neuron is called active above 0."""
         kept: Float32 = np.maximum(h @ self.hidden + self.hidden_bias, 0)
         return kept @ self.neurons + self.neurons_bias
 

@@ -38,7 +38,8 @@ StreamState = tuple[list[int], int, str]
 
 
 class Vocabulary:
-    """A model's tokenizer and chat templates. Made by `Vocabulary.open(folder)`."""
+    """A model's tokenizer and chat templates. Made by `Vocabulary.open(folder)`. Raises BrokenModel for settings that
+    are wrong."""
 
     def __init__(self, core: Core, folder: Path, reads: Callable[[Path], None] = lambda _: None) -> None:
         """`core`: a Tokenizer of the `tokenizers` library. `reads` is called with each file before it is opened."""

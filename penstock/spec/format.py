@@ -236,7 +236,7 @@ class Format:
 class Mixed(Format):
     """The formats of a whole model's weights, where matrices have several. `kind` and `group` are those of most
     matrices. `others`: the matrices that have another, as ("7.ffn.down", format), sorted. `label`: its name, as of a
-    file with such a mixture (`q4_k_m`)."""
+    file with such a mixture (`q4_k_m`). Raises BadRequest for others that are not sorted, or a label that is none."""
 
     label: str = ""
     others: tuple[tuple[str, Format], ...] = ()

@@ -34,7 +34,7 @@ _LEAST_S, _MOST_S = 1e-18, 1e6
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """A tier of a machine. `bytes`: how much of it a process may use. `source`: the source of that figure, if it is not
-    the machine's."""
+    the machine's. Raises BadRequest for a size that no tier has."""
 
     name: Tier
     bytes: int
@@ -52,6 +52,7 @@ class Rate:
     `op` and `format` may be "*". `rows`: the rate holds for passes of at most so many rows, 0: of any number. Kernels
     for few rows have speeds of their own, so there may be several. For the head it counts rows of logits, for attention
     rows of a sequence. `r2`: how much of the measurements' variance the fit explains.
+    Raises BadRequest for figures that make no sense, and for an op that takes no time.
     """
 
     lane: Lane
@@ -99,7 +100,8 @@ TERMS = ("alpha_s", "s_per_byte", "s_per_flop")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Tasks on `lane` take `factor` times as long while the lane `beside` is busy: both use the RAM and its bus."""
+    """Tasks on `lane` take `factor` times as long while the lane `beside` is busy: both use the RAM and its bus.
+    Raises BadRequest for a factor below 1 or above 1000."""
 
     lane: Lane
     beside: Lane
@@ -116,7 +118,7 @@ class Sharing:
 class Reads:
     """How loads of at most `most_bytes` (0: of any size) are read from a disk: in blocks of `block_bytes`, `depth` of
     them in flight, by `engine`, one of IO_ENGINES. `bytes_per_s`: the speed that was measured so, 0: not measured.
-    `reason`: why these were chosen, for people."""
+    `reason`: why these were chosen, for people. Raises BadRequest for sizes that no reads have, and another engine."""
 
     lane: Lane
     block_bytes: int

@@ -359,7 +359,7 @@ def active_columns(neurons: int) -> int:
 def predictor_part(layer: int, d_model: int, rank: int, neurons: int, weights: Format) -> Part:
     """The predictor of a layer's active neurons (PowerInfer §5.1): two matrices and their biases in one granule, of
     neurons in whole granules. It belongs to a plan, not to the model: predictors are trained when a model is packed
-    (`store.predictors`)."""
+    (`store.predictors`). Raises BadRequest for a format that matrices of these sizes cannot have."""
     columns = active_columns(neurons)
     shapes = [_matrix("hidden", rank, d_model, weights), _matrix("neurons", columns, rank, weights)]
     shapes += [_vector("hidden_bias", rank), _vector("neurons_bias", columns)]

@@ -94,7 +94,7 @@ def load(file: Path, max_bytes: int) -> bytes:
 
 
 def load_text(file: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """`load` of UTF-8 text, with the same errors."""
+    """`load` of UTF-8 text. Raises as that, and BrokenModel for other bytes."""
     return _decode(load(file, max_bytes), file)
 
 

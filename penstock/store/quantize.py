@@ -166,7 +166,7 @@ def decode(buffer: Array, rows: int, cols: int, fmt: Format, tiled: bool = True)
 
 
 def widen(raw: Array) -> Array:
-    """float32, float16 or uint16 (bfloat16's bits) → float32 of the same shape; exact."""
+    """[…] of float32, float16 or uint16 (bfloat16's bits) → float32 of the same shape; exact."""
     if raw.dtype == np.uint16:
         bits = raw.astype(np.uint32)
         bits <<= 16

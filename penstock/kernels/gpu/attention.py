@@ -122,10 +122,10 @@ def attend(
     out: Tensor, longest: int, kernels: Kernels, scratch: TensorScratch, sinks: Tensor | None = None,
     value_share: float = 1.0,
 ) -> None:  # fmt: skip
-    """out [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q [T, H, E]. `sinks` [H]: a
-    score of each head that its softmax counts beside those of the positions, with no value. `value_share`: below 1, of
-    the n positions that a row sees those ceil(value_share · n) alone count whose scores are the best. That has no
-    Triton kernel, and is torch's.
+    """out float32 [T, H, E] = softmax(scale · q kᵀ, causal, windowed) v for the KV heads lo…hi; q float32 [T, H, E].
+    `positions`, `sequence`: int32 [T]. `sinks` float32 [H]: a score of each head that its softmax counts beside those
+    of the positions, with no value. `value_share`: below 1, of the n positions that a row sees those ceil(value_share ·
+    n) alone count whose scores are the best. That has no Triton kernel, and is torch's.
 
     `longest`: the most rows that a sequence of the batch has, 1 when decoding. It only decides how many rows of a tile
     share the KV that a program reads. Results do not depend on it."""
@@ -181,8 +181,8 @@ def out(
     weights: Tensor, part: Part, lo: int, a: Attention, heads_out: Tensor, partial: Tensor, first: bool,
     kernels: Kernels, scratch: TensorScratch,
 ) -> None:  # fmt: skip
-    """partial [T, D] (+)= heads_out [T, H, E] · o, for the unit's granules from `lo` on. `first`: this call is the
-    first addend."""
+    """partial float32 [T, D] (+)= heads_out float32 [T, H, E] · o, for the unit's granules from `lo` on: weights uint8
+    [n, granule_bytes]. `first`: this call is the first addend."""
     width = part.granule_rows * a.heads_per_kv * a.head_dim
     x = heads_out.flatten(1)[:, lo * width : (lo + weights.shape[0]) * width]
     add_up(x, weights, part.block("o"), partial, first, kernels, scratch)

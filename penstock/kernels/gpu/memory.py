@@ -22,6 +22,7 @@ class TensorScratch:
         self._memory, self._used = memory, 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """A temporary of this dtype, [*shape]. It holds what was there before."""
         nbytes = math.prod(shape) * dtype.itemsize
         lo = self._used
         assert lo + nbytes <= self._memory.numel(), (
@@ -53,6 +54,7 @@ def vectors(weights: Tensor, block: Block) -> Tensor:
 
 
 def table(granule: Tensor, block: Block) -> Tensor:
-    """A float matrix that lies row by row, in its storage type: [rows, columns], a view."""
+    """A matrix [rows, columns] that lies row by row in a granule uint8 [granule_bytes], as float32, float16 or
+    bfloat16 as it is stored. A view."""
     flat = granule[block.offset : block.offset + block.nbytes].view(storage_dtype(block.format))
     return flat.view(block.rows, block.cols)

@@ -168,7 +168,7 @@ def add_up(
 
 
 def sum_parts(parts: Tensor, out: Tensor, first: bool) -> None:
-    """out [T, R] = (first) or += the sum of parts [S, T, R], in order. Needs Triton."""
+    """out float32 [T, R] = (first) or += the sum of parts float32 [S, T, R], in order. Needs Triton."""
     from penstock.kernels.gpu import tile_kernels
 
     splits, t, r = parts.shape

@@ -61,8 +61,8 @@ def embed(
 
 
 def normalise(x: Float32, norm: NormSpec, weight: Float32 | None, bias: Float32 | None, out: Float32) -> None:
-    """out = norm(x) over the last axis of x [rows, columns]. An RMS norm is x / sqrt(mean x² + eps) · (weight +
-    offset). A layer norm subtracts the mean from x first. weight and bias [columns]."""
+    """out = norm(x) over the last axis of x, both float32 [rows, columns]. An RMS norm is x / sqrt(mean x² + eps) ·
+    (weight + offset). A layer norm subtracts the mean from x first. weight and bias float32 [columns]."""
     step = max(1, SLAB_BYTES // (4 * x.shape[-1]))  # so that temporaries are of a slab of rows, not of the whole chunk
     for lo in range(0, x.shape[0], step):
         rows = x[lo : lo + step]
@@ -212,7 +212,8 @@ def ffn(
 
 
 def order(rows: Float32, norms: Bytes, part: Part, which: str, scratch: Scratch) -> None:
-    """Column i of rows [T, C] becomes what column order[i] was. Numbers that are no column count as 0."""
+    """Column i of rows float32 [T, C] becomes what column order[i] was. Numbers that are no column count as 0. norms
+    uint8 [granule_bytes]."""
     numbers = vector(norms, part.block(f"{which}_order"))
     columns = np.where((numbers >= 0) & (numbers < rows.shape[1]), numbers, 0).astype(np.intp)
     before = scratch.take(rows.shape)
@@ -224,8 +225,9 @@ def merge(
     norms: Bytes, part: Part, block: str, layer: Layer, norm: NormSpec, x: Float32, partials: Sequence[Float32],
     scratch: Scratch, routes: tuple[NDArray[np.int32], Float32] | None = None,
 ) -> None:  # fmt: skip
-    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial [T, D]. `block`: attn or ffn.
-    `routes`: each row's experts and their factors, both [T, A]. Then the bias is Σ factor · the expert's."""
+    """x += norm_out(sum of partials + bias), then x = norm_after(x). x and each partial float32 [T, D], norms uint8
+    [granule_bytes]. `block`: attn or ffn. `routes`: each row's experts int32 [T, A] and their factors float32 [T, A].
+    Then the bias is Σ factor · the expert's."""
     y = scratch.take(x.shape)
     y[...] = partials[0]
     for partial in partials[1:]:

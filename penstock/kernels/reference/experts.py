@@ -116,5 +116,5 @@ def combine(routes: Routes, outputs: Float32, partial: Float32, starts_sum: bool
 
 
 def gate(routes: Routes, partial: Float32) -> None:
-    """partial [T, D] = partial times the shared expert's weight of each row."""
+    """partial float32 [T, D] = partial times the shared expert's weight of each row."""
     partial *= routes.shared[:, None]

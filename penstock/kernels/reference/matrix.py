@@ -27,6 +27,7 @@ class Scratch:
         self._memory, self._used = memory, 0
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
+        """A temporary of this dtype, [*shape]. It holds what was there before."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         lo = -(-self._used // 64) * 64
         assert lo + nbytes <= self._memory.nbytes, f"scratch of {self._memory.nbytes} bytes is too small: {lo + nbytes}"
@@ -147,7 +148,8 @@ def vector(granule: Bytes, block: Block) -> Float32:
 
 
 def table(granule: Bytes, block: Block) -> NDArray[Any]:
-    """A float matrix [rows, cols] that lies row by row, in its storage type. A view."""
+    """A matrix [rows, cols] that lies row by row in a granule uint8 [granule_bytes], as float32, float16, or uint16
+    bits of bfloat16. A view."""
     return block_bytes(granule, block).view(storage_dtype(block.format)).reshape(block.rows, block.cols)
 
 
