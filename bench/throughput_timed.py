@@ -1,4 +1,4 @@
-"""Rivals as plans, run where every task is a wait (`runtime/device/timed`): does the executor keep the schedules that
+"""Rivals as plans, run where every task is a wait (`bench/timed`): does the executor keep the schedules that
 `simulate` foretells, and is any family of plans faster than the chosen one.
 
 Machines and models are those of `penstock/machines` and `penstock/shapes`. A plan is shortened to a few layers of each
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from bench.timed import Timed
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Stream, Task
@@ -28,7 +29,6 @@ from penstock.planner.shorten import quick, short
 from penstock.planner.simulate import Simulator
 from penstock.planner.solve import settle_context, solve
 from penstock.planner.solve.problem import Problem
-from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask

@@ -4,7 +4,7 @@
                10 % zeros (Figure 16), by `bench.sparsity --only ops`
     ablation   Figure 15: llama.cpp's split, then predictors and operators, the hybrid engine, the policy. Each is a
                plan of eight of the model's layers, which the executor runs on the paper's machine with a wait for
-               every task (`runtime/device/timed`): the schedule runs, and the kernels' times are the machine file's
+               every task (`bench/timed`): the schedule runs, and the kernels' times are the machine file's
     assignment ScheInfer's section V-E4: a prompt whose tokens all go to the device, against one by decode's slices. The
                executor runs two shortened plans with a wait for every task, and the line through them tells the whole
     loads      Figures 4 and 12: of the neurons of tale-opt and tale-relu that fire for a text that they have not seen,
@@ -31,13 +31,13 @@ from bench.papers.compare import machine_of
 from bench.papers.published import DATA, FIGURES, Published, cells_of
 from bench.papers.traits import TRAITS, of_system
 from bench.throughput_timed import DISTURBANCE, SEED, waits
+from bench.timed import Timed
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.shorten import quick_s
 from penstock.planner.simulate import Simulator
-from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor
 from penstock.runtime.this_machine import cpu_name
 from penstock.spec.plan import Plan

@@ -21,12 +21,13 @@ from penstock.kernels.rope import frequencies
 from penstock.spec.format import parse_format
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import parts
-from penstock.store.gguf.blocks import BY_NAME
+from penstock.store.gguf.blocks import BLOCK_FORMATS
 from penstock.store.packed import read_config
 from penstock.store.quantize import decode
 from penstock.store.random_blocks import spread
 from penstock.store.synth import ROUTED_OUT, RandomWeights
 
+_BY_NAME = {each.name: each for each in BLOCK_FORMATS.values()}
 _WEIGHT_STD = 0.02
 _POOL_BYTES = 9 << 20  # beyond a core's caches, around and around: drawing all of an 8B takes minutes
 _HALVES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}  # where the float16 numbers of a block lie
@@ -51,7 +52,7 @@ class Matrix(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        return self.cols // BY_NAME[self.kind].numbers * BY_NAME[self.kind].nbytes
+        return self.cols // _BY_NAME[self.kind].numbers * _BY_NAME[self.kind].nbytes
 
     @property
     def nbytes(self) -> int:
@@ -270,14 +271,14 @@ def routers(spec: ModelSpec, router_skew: float) -> Iterator[Array]:
 
 def _blocks(kind: str, times: float = 1.0) -> Array:
     """Valid blocks, uint8 [n, bytes], of numbers with a mean of 0. Scales have either sign."""
-    count, rng = _POOL_BYTES // BY_NAME[kind].nbytes, np.random.default_rng(0)
+    count, rng = _POOL_BYTES // _BY_NAME[kind].nbytes, np.random.default_rng(0)
     deviation, of_minimum = spread(kind.lower())
     if kind == "MXFP4":  # a power of two, whose mean over three of them is about what is wanted
-        blocks = rng.integers(0, 256, (count, BY_NAME[kind].nbytes), np.uint8)
+        blocks = rng.integers(0, 256, (count, _BY_NAME[kind].nbytes), np.uint8)
         blocks[:, 0] = round(127.6 + np.log2(times * _WEIGHT_STD / deviation)) - 1 + rng.integers(0, 3, count)
         return blocks
     scales = times * _WEIGHT_STD / deviation * rng.uniform(0.75, 1.25, count) * rng.choice((-1, 1), count)
-    blocks = rng.integers(0, 256, (count, BY_NAME[kind].nbytes), np.uint8)
+    blocks = rng.integers(0, 256, (count, _BY_NAME[kind].nbytes), np.uint8)
     for at, number in zip(_HALVES[kind], (scales, scales * of_minimum), strict=False):
         blocks[:, at : at + 2] = number.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from bench.timed import Timed
 from penstock.cli import bench
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
@@ -16,7 +17,6 @@ from penstock.planner.cost import Cost
 from penstock.planner.families import FAMILIES, plan_of
 from penstock.planner.solve import settle_context
 from penstock.planner.solve.problem import Problem
-from penstock.runtime.device.timed import Timed
 from penstock.runtime.execute import Executor
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.graph.arenas import with_arenas
-from penstock.graph.pages import WrittenPages
 from penstock.serve.pages import Copied, Ids, Save
 from penstock.serve.pooling import Pool
 from penstock.serve.scheduler import Scheduler
@@ -17,6 +16,7 @@ from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
 from tests.plans import resident_plan
 from tests.pure.machine import model
+from tests.pure.written_pages import WrittenPages
 
 SPEC, WEIGHTS = model(layers=2), parse_format("float32")
 

@@ -10,7 +10,6 @@ import pytest
 from penstock.graph import ops, passes
 from penstock.graph.arenas import Layout
 from penstock.graph.check_plan import check_plan
-from penstock.graph.dump import dump
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.verify import verify
@@ -22,6 +21,7 @@ from penstock.spec.predictors import FORMAT
 from tests.plans import make_plan, resident_plan
 from tests.pure.machine import model
 from tests.pure.real_models import TINY
+from tests.pure.task_text import dump
 
 F32 = Format("float32")
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,7 +14,7 @@ from penstock.errors import InternalError
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
-from penstock.graph.pages import WrittenPages, check_tables, verify_pages
+from penstock.graph.pages import check_tables
 from penstock.graph.tasks import Pass
 from penstock.graph.verify import verify
 from penstock.serve.pages import Ids, Pages
@@ -22,6 +22,7 @@ from penstock.spec.format import parse_format
 from penstock.spec.plan import Plan
 from tests.plans import make_plan, page_orders, random_plans, resident_plan, with_pages
 from tests.pure.machine import model
+from tests.pure.written_pages import WrittenPages, verify_pages
 
 SPEC, WEIGHTS = model(layers=2), parse_format("float32")
 

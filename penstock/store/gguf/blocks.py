@@ -56,5 +56,3 @@ BLOCK_FORMATS = {
 # What Ollama's files of gpt-oss call MXFP4, whose codes lie there in another order (`store.mxfp4`). No other file may
 # have it: the number was that of Q4_2, which llama.cpp had before there was GGUF.
 IN_TURNS = 4
-
-BY_NAME = {each.name: each for each in BLOCK_FORMATS.values()}

@@ -1,4 +1,4 @@
-"""Writes a task list as text, one line per task. The golden tests compare it, and people read it."""
+"""Writes a task list as text, one line per task, which golden tests compare."""
 
 from __future__ import annotations
 
