@@ -43,11 +43,8 @@ class Hearing:
         parts = self._plan.parts
         if any(parts[unit.part].kind == "router" and unit.home != HOST for unit in self._plan.units):
             raise BadRequest("this plan has routers on a device, where they are not heard: give --device none")
-        self._binding.on_route = heard
-        try:
+        with self._told_routes(heard):
             yield
-        finally:
-            self._binding.on_route = None
 
     @contextmanager
     def neurons(self, heard: OnFired, by_place: bool = False) -> Iterator[None]:
@@ -85,11 +82,8 @@ class Hearing:
                 row[order[places]] = 1
             heard(layer, active)
 
-        self._binding.on_route = hear
-        try:
+        with self._told_routes(hear):
             yield
-        finally:
-            self._binding.on_route = None
 
     @contextmanager
     def answers(self, heard: OnRoute) -> Iterator[None]:
@@ -131,6 +125,15 @@ class Hearing:
                 yield
             finally:
                 self.answer, self.given = self._binding.answer, None
+
+    @contextmanager
+    def _told_routes(self, heard: OnRoute) -> Iterator[None]:
+        """In this block the binding calls `heard` after the calls of routers and predictors."""
+        self._binding.on_route = heard
+        try:
+            yield
+        finally:
+            self._binding.on_route = None
 
     def _set(self, call: Call, said: Sequence[Sequence[int]]) -> None:
         (self._binding.set_routes if isinstance(call.operands, Route) else self._binding.set_live)(call, said)
