@@ -325,7 +325,7 @@ class Demand:
         copy."""
         executor, row_bytes = self._cache_of[layer].executor, 4 * self._plan.target.spec.d_model
         for batch in p.batches if experts else ():
-            source, target = (self._experts.outputs(layer, at, batch) for at in (HOST, executor))
+            source, target = (self._experts.outputs(layer, memory, batch) for memory in (HOST, executor))
             addends = [expert for row in self._wanted[batch.id] for expert in row]
             runs = groupby(range(len(addends)), key=lambda i: addends[i] in experts)
             for numbers in [list(run) for by_cpu, run in runs if by_cpu]:

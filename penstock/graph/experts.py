@@ -44,7 +44,7 @@ class ExpertCalls:
             h = self._calls.rows(router, batch, "h")
             self._calls.copy(batch, "h", h.nbytes, self._plan.main, router)
         if self._copied:
-            self._copied = {(at, number) for at, number in self._copied if number != batch.id}
+            self._copied = {(executor, number) for executor, number in self._copied if number != batch.id}
         self.asked[batch.id] = self._route(layer, batch)
         for executor in executors if router != HOST else ():
             self.routes(layer, executor, batch)

@@ -328,9 +328,9 @@ def _frontier(points: Sequence[Point], y: int) -> tuple[list[str], int]:
         _text(left, top + tall + 22, "seconds of a block, each step as many times as long →", "soft"),
     ]
     for i, (p, x, above) in enumerate(zip(points, xs, ys, strict=True)):
-        at, height = left + 20 + (wide - 40) * x, top + 15 + (tall - 30) * (1 - above)
-        drawn.append(f'<circle class="blue" cx="{at:.1f}" cy="{height:.1f}" r="5"/>')
-        drawn.append(_text(round(at), round(height) - 9, str(i + 1), "mid"))
+        across, height = left + 20 + (wide - 40) * x, top + 15 + (tall - 30) * (1 - above)
+        drawn.append(f'<circle class="blue" cx="{across:.1f}" cy="{height:.1f}" r="5"/>')
+        drawn.append(_text(round(across), round(height) - 9, str(i + 1), "mid"))
         sequences = f"{p.seqs} sequence{'s' if p.seqs > 1 else ''}"
         line = f"{i + 1}: {sequences}, {format_seconds(p.block_s)}, {rate(p.tokens_per_s)} tokens/s"
         drawn.append(_text(left + wide + 20, top + 12 + _ROW * i, line))

@@ -38,10 +38,10 @@ def trace_of(answers: RouterAnswers, orders: Mapping[int, Sequence[int]], where:
         places = None if order is None else sorted(range(each.neurons), key=order.__getitem__)
         rates, sets = array("f", bytes(4 * each.neurons)), []
         for row in rows:
-            found = numbers(row) if places is None else array("I", sorted(places[n] for n in numbers(row)))
-            for place in found:
+            of_row = numbers(row) if places is None else array("I", sorted(places[n] for n in numbers(row)))
+            for place in of_row:
                 rates[place] += 1 / len(rows)
-            sets.append(found.tobytes())
+            sets.append(of_row.tobytes())
         fires.append(array("f", (min(1.0, rate) for rate in rates)).tobytes())
         live.append(tuple(sets))
     return RouterTrace(answers.layers, f"as recorded in {where}", fires=tuple(fires), live=tuple(live))

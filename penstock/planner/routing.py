@@ -202,8 +202,8 @@ class Replay:
 
     def _guess(self, layer: int, rows: int) -> list[Token]:
         known = self._guesses[layer] if self._guesses else ()
-        at = [(self._at[layer] + i) % len(self._layers[layer]) for i in range(rows)]
-        return [known[i] if i < len(known) else () for i in at]
+        tokens = [(self._at[layer] + i) % len(self._layers[layer]) for i in range(rows)]
+        return [known[i] if i < len(known) else () for i in tokens]
 
     def _next(self, layer: int, rows: int) -> list[Token]:
         tokens = self._layers[layer]
