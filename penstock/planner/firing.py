@@ -175,8 +175,9 @@ def require_unpacked(sparsity: str, spec: ModelSpec, where: str) -> None:
         raise BadRequest(f"{where} has no predictors, which --sparsity predict needs: {TRAIN}")
 
 
-def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
-    """A sentence about neurons that do not fire, where that plays a part."""
+def reason(plan: Plan, firing: Firing | None, may_ask: bool = True) -> tuple[str, ...]:
+    """A sentence about neurons that do not fire, where that plays a part. `may_ask`: whether a plan for this ask may
+    ask a disk for neurons at all (not under `Ask.resident_bytes`)."""
     target = plan.target
     if plan.sparsity == "threshold" and firing is not None:
         read = (
@@ -200,7 +201,7 @@ def reason(plan: Plan, firing: Firing | None) -> tuple[str, ...]:
     where = "of FFNs in memory, " if streams else ""
     share = f"{known.share(plan.batch_seqs):.1%} are taken to fire, {known.source}"
     told: tuple[str, ...] = (f"{where}neurons that do not fire are not read (exact): {share}",)
-    if streams and firing is None and plan.batch_seqs <= MOST_ROWS and _may_ask(plan):
+    if may_ask and streams and firing is None and plan.batch_seqs <= MOST_ROWS and _may_ask(plan):
         told += (
             "what streams is read whole: a plan asks for neurons that fire alone where that is faster and a profile"
             " tells which ones fire (`penstock profile MODEL FILE`)",

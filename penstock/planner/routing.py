@@ -36,6 +36,9 @@ _TOKENS, _LAYERS, _DRAWS = 160, 8, 1 << 19
 # Rates are brought to a given mean in at most so many steps, and to within this distance of it. One step is not enough,
 # since rates that would exceed 1 are cut to 1.
 _SCALINGS, _CLOSE = 16, 1e-3
+# Of a granule with a neuron of a higher rate each neuron is drawn by itself: that takes less time than to skip those
+# that do not fire (OPT-6.7B, neurons in no order: 0.54 of it).
+_OFTEN = 0.1
 _TOKENS_DRAWN = 16  # for so many different tokens it is drawn which neurons fire
 
 Token = tuple[int, ...]  # the experts that a token goes to, ascending
@@ -217,15 +220,19 @@ def _live(packed: bytes, seed: int) -> array[int]:
     """The places of the neurons that fire for one token, in rising order. Each fires at its rate, independently of the
     others."""
     draw, live, rates = random.Random(seed), array("I"), memoryview(packed).cast("f")
+    random_of = draw.random
     for begin in range(0, len(rates), GRANULE_ROWS):
         some = rates[begin : begin + GRANULE_ROWS]
         most, i = max(some), -1
+        if most > _OFTEN:
+            live.extend([begin + at for at, rate in enumerate(some) if random_of() < rate])
+            continue
         # Neurons are drawn as if all had the highest rate. Then each drawn neuron stays by its own rate.
         while most > 0:
-            i += 1 if most >= 1 else 1 + int(math.log(1 - draw.random()) / math.log(1 - most))
+            i += 1 + int(math.log(1 - random_of()) / math.log(1 - most))
             if i >= len(some):
                 break
-            if draw.random() * most < some[i]:
+            if random_of() * most < some[i]:
                 live.append(begin + i)
     return live
 

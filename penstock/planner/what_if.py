@@ -21,6 +21,7 @@ from penstock.planner.routing import RouterTrace, stated_firing
 from penstock.planner.shorten import quick, streamed
 from penstock.planner.solve import Solved, settle_context
 from penstock.planner.solve.ours import ram
+from penstock.planner.solve.ours.asking import may_ask
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
@@ -120,6 +121,8 @@ def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, str
     else:
         return
     knowing = replace(problem, trace=trace, firing=firing)
+    if not may_ask(knowing):  # as where the ask limits what stays
+        return
     try:
         plans = [each.plan for each in ram.candidates(knowing) if any(unit.asked for unit in each.plan.units)]
     except DoesNotFit:  # what would be known takes memory

@@ -232,7 +232,7 @@ def _as_given(
             have,
         )
     prediction = predict(plan, settle_context(ask, packed.spec), machine, trace=trace)
-    return Solved(plan, prediction, ("as given", *firing_reason(plan, firing)))
+    return Solved(plan, prediction, ("as given", *firing_reason(plan, firing, ask.resident_bytes is None)))
 
 
 def _require_limit(ask: Ask) -> None:

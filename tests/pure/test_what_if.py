@@ -244,6 +244,10 @@ def test_what_would_be_known_of_neurons_on_the_disk() -> None:
     table = explain.table(unknown, ask, machine, None, what_if(unknown, ask, machine), why=False)
     assert f"faster: `{what}`, {condition}, would give" in table
     assert any("and a profile tells which ones fire" in reason for reason in unknown.reasons)
+    held = replace(ask, resident_bytes=4 * MIB)  # a plan asks no disk for neurons then
+    limited = solve(held, opt, weights, machine)
+    assert not any("a profile tells" in reason for reason in limited.reasons)
+    assert not what_if(limited, held, machine).commands
     assert not what_if(known, ask, machine, published).commands
 
     predict, own = replace(ask, sparsity="predict"), expected_predictors(opt)

@@ -189,6 +189,6 @@ def solve(
     # The prediction stays: the disk's rate was measured with such reads. With caches fewer of them are in flight.
     plan, how = with_reads(plan, machine)
     reasons += (how,) if plan.caches or any(streamed(plan, from_disk=True).values()) else ()
-    reasons += shared_pages(plan) + chosen_values(plan) + firing_reason(plan, firing)
+    reasons += shared_pages(plan) + chosen_values(plan) + firing_reason(plan, firing, ask.resident_bytes is None)
     reasons += (f"{prediction.bound_by} is busiest while decoding: {prediction.lane_share[prediction.bound_by]:.0%}",)
     return Solved(plan, prediction, reasons, strategy, (chosen, *others), tuple(not_yet), tasks)
