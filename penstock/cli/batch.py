@@ -271,7 +271,7 @@ def _over_nodes(
     how = replace(loading(job.machine, **job.beside(surveyed)), cache=job.machine.named_cache)
     where = str(Path(model).absolute()) if Path(model).exists() else model
     work = NodeWork(
-        where, weights, model_sha256(job.source.folder), job.ask(surveyed), how, job.terms.names,
+        where, weights, model_sha256(job.source.folder), job.terms.left_out, job.ask(surveyed), how, job.terms.names,
         job.terms.max_tokens, -(-surveyed.answers // nodes),
     )  # fmt: skip
     told, start_s, refused = Told(), time.perf_counter(), job.refused()

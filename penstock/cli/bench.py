@@ -29,6 +29,7 @@ from penstock.errors import BadRequest
 if TYPE_CHECKING:
     from penstock.serve.bench_result import Result
     from penstock.serve.trace_file import TraceFile
+    from penstock.spec.ask import Ask
     from penstock.spec.plan import Plan
 
 _FAMILIES = "layer-split, all-cg, r-cg-0.25, r-cg-0.5, r-cg-0.75 or experts-cpu"
@@ -101,23 +102,23 @@ def bench(
         if config is not None or rows is not None:
             raise BadRequest(f"--rows and a second argument are for `penstock bench ops CONFIG`, not for {target}")
         plan = given_plan(plan_file, machine, work)
+        measuring.check(plan)
+        if work.output_tokens == 1:
+            raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
+        ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
-            result = _measured(target, machine, work, measuring, plan, record, weights, cache_limit)
+            result = _measured(target, machine, work, ask, measuring, plan, record, weights, cache_limit)
             print(table(result))
         if as_json:
             print_json(result.to_json())
 
 
 def _measured(
-    model: str, machine: Machine, work: Workload, measuring: Measuring, plan: Plan | None, record: TraceFile | None,
-    weights: str | None, cache_limit: str | None,
+    model: str, machine: Machine, work: Workload, ask: Ask, measuring: Measuring, plan: Plan | None,
+    record: TraceFile | None, weights: str | None, cache_limit: str | None,
 ) -> Result:  # fmt: skip
     """`penstock bench MODEL`: what answers of this model took. Raises BadRequest, and as `packed_model` and
     `loaded`."""
-    measuring.check(plan)
-    if work.output_tokens == 1:
-        raise BadRequest("decoding cannot be measured with a single token: --output-tokens should be 2 or more")
-    ask = work.ask(machine)
     sparsity = work.sparsity if plan is None else plan.sparsity
     source = packed_model(model, weights, machine, cache_limit, sparsity=sparsity)
     from penstock.serve.bench import WantedRun, bench

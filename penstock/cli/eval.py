@@ -48,15 +48,15 @@ def eval_(
     from penstock.serve.windows import in_windows
 
     verify = not machine.no_verify
-    sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
-    if against is not None:
-        sources.append(packed_model(against, None, machine, cache_limit))
-    ask = in_windows(dataclasses.replace(ask, score=True), *(source.spec(verify) for source in sources))
-    if against is not None and ask.host_memory_bytes is not None:
-        # Both models are in this process, and the limit is the process's.
-        ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
     with ExitStack() as stack:
+        sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
         stack.callback(sources[0].close)
+        if against is not None:
+            sources.append(packed_model(against, None, machine, cache_limit))
+        ask = in_windows(dataclasses.replace(ask, score=True), *(source.spec(verify) for source in sources))
+        if against is not None and ask.host_memory_bytes is not None:
+            # Both models are in this process, and the limit is the process's.
+            ask = dataclasses.replace(ask, host_memory_bytes=ask.host_memory_bytes // 2)
         stack.enter_context(sources[0].naming())
         tokenizer = sources[0].open_tokenizer(ask.host_memory_bytes, verify)
         engine = stack.enter_context(loaded(sources[0], ask, machine, plan, tokenizer=tokenizer))

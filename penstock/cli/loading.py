@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # was ended by Ctrl-C or a closed pipe, but not where the caller failed; or in a thread beside the caller, who waits for
 # it at the end for so many seconds.
 When = Literal["first", "after", "beside"]
-_ENDING_S = 10.0
+_ENDING_S = 5.0
 
 
 def packed_model(

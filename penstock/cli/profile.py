@@ -65,7 +65,7 @@ def profile(
     if work.sparsity in LOSSY:
         raise BadRequest(f"--sparsity {work.sparsity} leaves some out: a profile says what a model fires by itself")
     text, ask = read_text(file), work.ask(machine)
-    other = None if beside is None else read_text(beside)
+    other = None if beside is None else _text_or_profile(beside)
     from penstock.serve import levels, profiling
     from penstock.serve.planning import describe
     from penstock.serve.windows import in_windows
@@ -127,6 +127,16 @@ def _tell_levels(seen: Profile, said: dict[str, object], note_kept: str | None) 
         print(f"  {each.layer:3}  {each.level:7.4f}  {each.kept[0]:8.1%}")
 
 
+def _text_or_profile(file: str) -> str:
+    """What the file of --beside holds: a profile, which may be longer than texts may be, or a text. Raises
+    BadRequest."""
+    from penstock.spec.profile import BEGINS
+    from penstock.store.profile_file import MAX_BYTES
+
+    held = read_text(file, MAX_BYTES)
+    return held if BEGINS.match(held) else read_text(file)
+
+
 def _profile_of(engine: Engine, text: str, file: str, tokens: int, spec: ModelSpec) -> Profile:
     """The profile in the file of --beside, or of the text there, of which at most `tokens` are read. Raises BadRequest
     for a profile of another model, and as `profiling.profile`."""
@@ -134,7 +144,7 @@ def _profile_of(engine: Engine, text: str, file: str, tokens: int, spec: ModelSp
     from penstock.spec.profile import BEGINS
     from penstock.store.profile_file import read
 
-    if text.startswith(BEGINS):
+    if BEGINS.match(text):
         return read(as_path(file), spec)
     with progress() as tell:
         return profiling.profile(engine, text, Path(file).name, tokens, tell)

@@ -16,6 +16,8 @@ from penstock.spec.model import ModelSpec
 from penstock.spec.profile import FIRED_TOGETHER
 
 _TOKENS = 256  # so many of a record are taken, which is more than a prediction asks for
+# So many neurons of them in all layers, some 2 s and 32 MiB. At least one token is taken.
+_NEURONS = 1 << 23
 
 
 def require_kind(answers: RouterAnswers, sparsity: str, where: str) -> None:
@@ -32,8 +34,9 @@ def trace_of(answers: RouterAnswers, orders: Mapping[int, Sequence[int]], where:
     """The trace of recorded neurons. `orders`: the orders of the layers' neurons in the packed model (`spec.order`); a
     layer without one has the checkpoint's order. `where`: names the record."""
     fires, live = [], []
-    for each in answers.live:
-        rows = each.rows()[:_TOKENS]
+    rows_of = [each.rows()[:_TOKENS] for each in answers.live]
+    tokens = _taken(rows_of)
+    for each, rows in zip(answers.live, (rows[:tokens] for rows in rows_of), strict=True):
         order = orders.get(each.layer)
         places = None if order is None else sorted(range(each.neurons), key=order.__getitem__)
         rates, sets = array("f", bytes(4 * each.neurons)), []
@@ -45,6 +48,17 @@ def trace_of(answers: RouterAnswers, orders: Mapping[int, Sequence[int]], where:
         fires.append(array("f", (min(1.0, rate) for rate in rates)).tobytes())
         live.append(tuple(sets))
     return RouterTrace(answers.layers, f"as recorded in {where}", fires=tuple(fires), live=tuple(live))
+
+
+def _taken(rows_of: Sequence[Sequence[bytes]]) -> int:
+    """How many tokens of a record are taken, the same of each layer. `rows_of`: of each layer, the bits of each
+    token."""
+    left = _NEURONS
+    for token, of_token in enumerate(zip(*rows_of, strict=True)):
+        left -= sum(int.from_bytes(row, "little").bit_count() for row in of_token)
+        if left < 0:
+            return max(token, 1)
+    return _TOKENS
 
 
 def firing_of(answers: RouterAnswers, spec: ModelSpec, known: Firing | None, where: str) -> Firing:

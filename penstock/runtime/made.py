@@ -21,8 +21,8 @@ from penstock.spec.plan import Plan
 from penstock.store.unpacked import PIECE_BYTES
 from penstock.store.writer import Fill
 
-# Granules to be copied wait so long for a moment without a pass, and look so often. A pass that then waits for 8 MiB to
-# be copied, 1 to 2 ms, does so at most once in this time.
+# Granules to be copied wait so long for a moment without a pass, and look so often. A pass waits for one piece at most,
+# 8 MiB or a granule: 1 to 2 ms.
 _PATIENCE_S, _LOOK_S = 0.05, 0.005
 
 
@@ -76,8 +76,8 @@ def copied(plan: Plan, layout: Layout, arenas: Arenas) -> Fill:
 
 
 def between_passes(fill: Fill, stepping: threading.Lock, closed: Callable[[], bool]) -> Fill:
-    """`fill`, called while no pass holds `stepping`. It waits for a moment in which nobody wants a pass; after 50 ms
-    the end of the pass under way has to do. Raises BadRequest when the model is `closed`."""
+    """`fill`, called while no pass holds `stepping`. It waits for a moment in which no pass runs; after 50 ms it
+    waits for the end of the pass under way. Raises BadRequest when the model is `closed`."""
 
     def waiting(part: Part, lo: int, hi: int, out: NDArray[np.uint8]) -> Callable[[], None] | None:
         until_s = time.perf_counter() + _PATIENCE_S

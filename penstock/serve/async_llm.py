@@ -77,8 +77,13 @@ class AsyncLLM:
         return stacked(await self._all(ids, [chosen] * len(ids)), normalize, width)
 
     async def close(self) -> None:
-        """Frees the model's memory. Answers under way end with BadRequest."""
-        await asyncio.to_thread(self.llm.close)
+        """Frees the model's memory. Answers under way end with BadRequest. Cancelling it, as Ctrl-C does, ends the
+        writing of a first use's copy."""
+        try:
+            await asyncio.to_thread(self.llm.close)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self.llm.engine.close)
+            raise
 
     async def __aenter__(self) -> AsyncLLM:
         return self

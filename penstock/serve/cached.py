@@ -217,7 +217,8 @@ class Cached:
                 self._say(f"writes {format_bytes(missing_bytes)} to {folder}, {free} free")
             yield
             then = stamps(self.checkpoint)
-            if then != now and find_same(self.checkpoint, fmt, {aside: unchanged(now, then)}) is None:
+            comparing = self._progress("comparing {} with its packed copy")  # a copy may be broken off there too
+            if then != now and find_same(self.checkpoint, fmt, {aside: unchanged(now, then)}, comparing) is None:
                 shutil.rmtree(aside)
                 raise BrokenModel(f"{self.checkpoint} changed while it was packed: run the command again")
             origin = Origin(str(self.checkpoint), then, self.weights is None)

@@ -6,6 +6,7 @@ that lock while it waits for a processor. Instead it copies weights between pass
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 
@@ -29,16 +30,22 @@ class CopyWriting:
         self._write, self._failed, self._tell = write, failed, tell
         self._breaks_off = self._ended = False
         self._then: Callable[[], None] | None = None
-        self._guard = threading.Lock()  # of the last two
+        self._guard = threading.RLock()  # of the last two. Garbage may be collected, and call `then`, in any thread
         self._thread = threading.Thread(target=self._work, name="penstock-copy")
-        self._thread.start()
+        # Ctrl-C ends the interpreter's own wait for this thread. What comes back from a kernel after that aborts.
+        atexit.register(self.break_off)
+        try:
+            self._thread.start()
+        except BaseException:
+            atexit.unregister(self.break_off)
+            raise
 
     def wait(self, within_s: float | None = None) -> None:
         """Waits until the copy is written, at most so many seconds."""
         self._thread.join(within_s)
 
     def break_off(self) -> None:
-        """Ends the writing within some 0.1 s. Whole shards stay, and packing goes on from there."""
+        """Ends the writing, when the pieces at hand are written. Whole shards stay, and packing goes on from there."""
         self._breaks_off = True
         self._thread.join()
 
@@ -61,16 +68,17 @@ class CopyWriting:
             self._write(self._hear)
         except _BrokenOff:
             pass
-        except (PenstockError, OSError) as error:
+        except Exception as error:  # nobody else would hear of it
             self._failed(why_not_written(error))
         finally:
+            atexit.unregister(self.break_off)
             with self._guard:
                 self._ended = True
             if self._then is not None:
                 self._then()
 
 
-def why_not_written(error: PenstockError | OSError) -> str:
+def why_not_written(error: Exception) -> str:
     """Says that a copy could not be written, and what comes of it."""
-    why = error.message if isinstance(error, PenstockError) else str(error)
-    return f"the packed copy was not written, so the next run begins as this one did: {why}"
+    why = error.message if isinstance(error, PenstockError) else str(error) or type(error).__name__
+    return f"the packed copy was not written, so the next run begins as this one did, or packs what is missing: {why}"

@@ -99,7 +99,7 @@ class Guides:
         self._tokenizer, self._vocab, self._memory_bytes = tokenizer, vocab, memory_bytes
         self._confined = Confined(
             tokenizer.folder, lambda: self._limits("reading the vocabulary", _OPEN_S),
-            module="penstock.serve.guide_child", arguments=self._tokens,
+            module="penstock.serve.guide_child", arguments=self._tokens, naming=tokenizer.naming,
         )  # fmt: skip
         # One thread, so that requests come in the order in which they were made.
         self._worker = ThreadPoolExecutor(1, "penstock-guides")

@@ -44,6 +44,7 @@ class Tokenizer:
         self.folder, self._limits = folder, TextLimits.of(folder, within_bytes)
         # A method of the limits and not of this object: with a reference back to it the child would live until the
         # garbage collector comes.
+        self.naming = naming
         self._child = Confined(folder, partial(self._limits.now, "opening it"), spare=spare, naming=naming)
         facts = self._child.open()
         self.size: int = facts["size"]

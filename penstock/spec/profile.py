@@ -6,6 +6,7 @@ Experts and neurons have the checkpoint's numbers. A profile is kept beside the 
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from base64 import b64decode
@@ -18,7 +19,7 @@ from penstock.spec.answers import all_guessable, all_possible
 from penstock.spec.model import FfnSpec, ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
-BEGINS = f'{{\n "schema": "{SCHEMA}/'  # how a profile's file begins
+BEGINS = re.compile(rf'\s*\{{\s*"schema"\s*:\s*"{re.escape(SCHEMA)}/')  # how a profile's file begins
 MOST_NAME = 1024  # characters of a text's name; file systems allow 255 bytes
 FIRED_TOGETHER = (1, 2, 4, 8, 16, 32)  # tokens of which a profile says how many neurons they fire together
 MOST_LEVEL = 1e30  # no activation is beyond it

@@ -127,23 +127,31 @@ class DirectWriter:
 
 class _Thread:
     """Makes calls one after another, until `end`. An executor takes none once the interpreter ends, which waits for a
-    copy that is being written (`serve.copying`)."""
+    copy that is being written (`serve.copying`). Python 3.12.1 starts no thread then either, and the caller's makes the
+    calls."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
         """What becomes of the call."""
         future = Future[None]()
         self._calls.put((future, call))
+        if self._thread is None:
+            self._calls.put(None)
+            self._work()
         return future
 
     def end(self) -> None:
         """Returns when all calls have been made."""
-        self._calls.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (taken := self._calls.get()) is not None:

@@ -64,13 +64,17 @@ def reorder(
     places = {layer: _places(packed, layer, order) for layer, order in orders.items()}
     fill = _filler(packed, places)
     how = (progress, shard_bytes, spread, None, None, listed, file_of(profile))
-    write_packed(dst, tuple(packed.parts.values()), packed.weights, fingerprint, fill, extras, *how)
-    try:
-        _carry_predictors(packed, dst, places)
-    except PenstockError as error:
-        if say is not None:
-            say(f"the predictors of {src} were left out: {error.message}")
-    return dst
+
+    def carry(partial: Path) -> None:
+        try:
+            _carry_predictors(packed, partial, places)
+        except PenstockError as error:
+            if say is not None:
+                say(f"the predictors of {src} were left out: {error.message}")
+
+    return write_packed(
+        dst, tuple(packed.parts.values()), packed.weights, fingerprint, fill, extras, *how, last=carry
+    )  # fmt: skip
 
 
 def _carry_predictors(packed: Packed, dst: Path, places: dict[int, npt.NDArray[np.int64]]) -> None:

@@ -6,14 +6,16 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.store.locks import lock_folder
 
-# The number of the process that made it follows, and eight characters that `tempfile` chooses.
-PREFIX = "penstock-of-"
+# A digest of this machine's name is in it, for others may share the folder, and numbers of their processes say nothing
+# here. The number of the process that made it follows, and eight characters that `tempfile` chooses.
+PREFIX = f"penstock-of-{zlib.crc32(os.uname().nodename.encode()):08x}-"
 _NAME = re.compile(rf"{PREFIX}([0-9]{{1,10}})-\w{{8}}", re.ASCII)
 
 
@@ -59,6 +61,6 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except (OSError, OverflowError):  # another user's, or a number that no process has
         return True
     return True

@@ -66,10 +66,11 @@ def write_packed(
     extras: dict[str, bytes], progress: Progress | None = None, shard_bytes: int = SHARD_BYTES,
     spread: Path | None = None, waiting: Waiting | None = None, writing: Writing | None = None,
     orders: tuple[NeuronOrder, ...] = (), beside: Mapping[str, bytes] = NOTHING,
+    last: Callable[[Path], None] | None = None,
 ) -> Path:  # fmt: skip
     """Writes the packed model `dst` and returns it. `extras`: the small files beside the shards, by name. `orders`: as
     in `Manifest`. `beside`: small files that are there as soon as `dst` is, but are none of the manifest's: they may be
-    replaced.
+    replaced. `last`: is called with the folder when all else is written, and may write predictors there.
 
     `fingerprint`: everything that the result depends on, as JSON. A call with the same fingerprint goes on where an
     interrupted one stopped, a call with another one starts over. `spread`: a folder on another disk. Half of the bytes
@@ -96,7 +97,8 @@ def write_packed(
         if not ours:
             return dst
         second.make(partial)
-        done = _resume(partial, state, shards, {*extras, *beside, manifests.FILE, manifests.RECORD, SUMS})
+        others = {*extras, *beside, manifests.FILE, manifests.RECORD, SUMS, manifests.PREDICTORS}
+        done = _resume(partial, state, shards, others)
         try:
             _note(partial, state, done)
             missing_bytes = sum(s.nbytes for s in shards if s.name not in done) + sum(map(len, extras.values()))
@@ -109,6 +111,8 @@ def write_packed(
                 for name, content in beside.items():
                     write_bytes(partial / name, content)
                 _describe(partial, shards, parts, weights, done, extras, orders)
+                if last is not None:
+                    last(partial)
             _finish(dst, partial)
         except BaseException as error:
             for file in [*partial.glob("*.tmp"), *second.unfinished()]:

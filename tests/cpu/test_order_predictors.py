@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.spec.live_sets import numbers
+from penstock.store import predictors
 from penstock.store.packed import open_packed
 from penstock.store.predictors import FILE, kept, model_sha256, with_predictors
 from penstock.store.quantize import decode
@@ -64,6 +65,24 @@ def test_the_same_neurons_are_foretold(tmp_path: Path, name: str, weights: str, 
     said = [logits(each, "predict") for each in (folder, once, twice)]
     for other in said[1:]:
         assert np.abs(other - said[0]).max() <= 1e-3 * max(1.0, float(np.abs(said[0]).max()))
+
+
+def test_what_is_stopped_before_predictors_are_carried_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is there without its predictors."""
+    folder, target = relu_model(tmp_path, "opt", "float32-records"), tmp_path / "moved"
+    give_predictors(folder, -0.3)
+
+    def stopped(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(predictors, "keep", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            moved_model(folder, target)
+    assert not target.exists()
+    (tmp_path / "moved.partial" / FILE).write_bytes(b"begun")
+    moved_model(folder, target)
+    assert kept(target, open_packed(target).spec) is not None
 
 
 def test_moving_back_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -73,7 +74,15 @@ def test_the_table_has_layers_and_all(
 
 def test_what_cannot_be_compared_is_refused(call: Call, relu: Path, model: Path, texts: tuple[Path, Path]) -> None:
     refused(call("profile", model, texts[0], "--below", "0.5", "--beside", texts[1]), "--beside compares")
-    profile = relu / FILE
     call("profile", relu, texts[0])
-    profile.write_text(profile.read_text().replace('"layer": 0', '"layer": 1'))
-    refused(call("profile", relu, texts[0], "--beside", profile), "another model")
+    profile = texts[0].with_name("of_another_model.json")
+    profile.write_text((relu / FILE).read_text().replace('"layer": 0', '"layer": 1'))
+    refused(call("profile", relu, texts[0], "--beside", profile), f"{profile.name} is the profile of another model")
+
+
+def test_a_profile_is_known_however_its_json_is_laid_out(call: Call, relu: Path, texts: tuple[Path, Path]) -> None:
+    call("profile", relu, texts[1])
+    compact = texts[0].with_name("compact.json")
+    compact.write_text(json.dumps(json.loads((relu / FILE).read_text()), separators=(",", ":")))
+    told = call("profile", relu, texts[0], "--beside", compact).report["beside"]
+    assert told == call("profile", relu, texts[0], "--beside", texts[1]).report["beside"]

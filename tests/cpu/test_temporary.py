@@ -35,7 +35,7 @@ def ended() -> int:
 def test_folders_of_ended_processes_are_removed_and_no_others(tmp_path: Path, ended: int) -> None:
     gone = left(tmp_path, ended)
     (gone / "within").mkdir()
-    left(tmp_path, os.getpid()), left(tmp_path, 1), left(tmp_path, ended, "a b")
+    left(tmp_path, os.getpid()), left(tmp_path, 1), left(tmp_path, 9_999_999_999), left(tmp_path, ended, "a b")
     (tmp_path / f"{PREFIX}x-abcdefgh").mkdir()
     (tmp_path / "penstock-abcdefgh").mkdir()
     (tmp_path / f"{PREFIX}{ended}-emptyone").mkdir()

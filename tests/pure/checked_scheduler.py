@@ -118,7 +118,8 @@ class Checked:
             self.seqs = {n: seq for n, seq in self.seqs.items() if n not in waits}
         assert len(set(self.seqs.values())) == len(self.seqs)
         pages = self.scheduler.pages
-        assert 0 <= pages.had <= pages.count - pages.kept
+        free, kept = set(pages._free), set(pages._kept)
+        assert pages.had >= 0 and not free & kept and len(free) == len(pages._free)
         if fails:
             self.scheduler.forget()
             self.held.clear()

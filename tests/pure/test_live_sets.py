@@ -17,6 +17,7 @@ from penstock.graph import ops
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Call, Slot
 from penstock.models import spec_from_config
+from penstock.planner import recorded_sets
 from penstock.planner.firing import expected
 from penstock.planner.recorded_sets import firing_of, require_kind, trace_of
 from penstock.planner.routing import Replay
@@ -87,6 +88,15 @@ def test_a_replay_says_what_was_recorded(sets: list[set[int]], order: list[int])
     heard = said(1) + said(2) + said(len(sets))
     assert heard == [by_place[i % len(sets)] for i in range(len(heard))]
     assert trace.of_layers([1]).live == (trace.live[1],)
+
+
+def test_no_more_is_taken_of_a_record_than_its_many_neurons_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets, layers = [set(range(NEURONS))] * 9, len(SPEC.layers)
+    for most, tokens in ((1, 1), (4 * layers * NEURONS, 4), (5 * layers * NEURONS - 1, 4), (99 * layers * NEURONS, 9)):
+        monkeypatch.setattr(recorded_sets, "_NEURONS", most)
+        trace = trace_of(recorded(sets), {}, "here")
+        assert {len(of_layer) for of_layer in trace.live} == {tokens}
+        assert all(rate == pytest.approx(1) for rates in trace.fires for rate in memoryview(rates).cast("f"))
 
 
 def test_a_record_is_bounded() -> None:

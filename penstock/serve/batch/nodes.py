@@ -36,6 +36,7 @@ class NodeWork:
 
     model       an absolute path or a name; `weights`: its format. Both as for `serve.source.resolve`
     sha256      of the model here (`store.predictors.model_sha256`): a node with another one is refused
+    left_out    of the sparsity here (`what_is_left_out`): a node with other predictors or levels is refused
     ask         of answers of average length; how many at once pays is each node's own to find
     how         for loading there. Without a cache folder it is the node's own
     names       by which lines may call the model
@@ -46,6 +47,7 @@ class NodeWork:
     model: str
     weights: str | None
     sha256: str
+    left_out: str
     ask: Ask
     how: Loading
     names: tuple[str, ...]
@@ -112,7 +114,9 @@ class Answerer:
         from penstock.planner.firing import require_unpacked
         from penstock.serve.batch.sizing import best_ask
         from penstock.serve.batch.survey import Survey, Todo
+        from penstock.serve.batch.what_is_left_out import what_is_left_out
         from penstock.serve.engine import Engine
+        from penstock.serve.planning import describe
         from penstock.serve.source import resolve
         from penstock.store.predictors import model_sha256
 
@@ -128,6 +132,9 @@ class Answerer:
         )
         if model_sha256(source.folder) != work.sha256:
             raise BadRequest(f"{work.model} is another model on this node")
+        spec, _ = describe(source.folder, verify=how.verify)
+        if what_is_left_out(ask.sparsity, source.folder, spec, None) != work.left_out:
+            raise BadRequest(f"{work.model} has other predictors or levels on this node")
         average = Todo(0, work.answers, work.answers * ask.prompt_tokens, ask.output_tokens, -1)
         planned = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
         self._engine = Engine.open(source, best_ask(ask, Survey([average]), source.folder, planned), how)
