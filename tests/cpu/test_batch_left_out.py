@@ -6,10 +6,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from penstock.errors import BadRequest
+from penstock.serve.batch.nodes import Answerer, NodeWork
+from penstock.serve.batch.what_is_left_out import what_is_left_out
+from penstock.serve.loading import Loading
+from penstock.spec.ask import Ask
 from penstock.spec.profile import dumps, loads
 from penstock.store.packed import open_packed
+from penstock.store.predictors import model_sha256
 from penstock.store.profile_file import FILE
-from tests.cpu.commands import Call, refused
+from tests.cpu.commands import Call, machine_cache, refused
 from tests.cpu.engines import make_model
 from tests.cpu.test_batch import answers, requests, write
 from tests.cpu.test_neurons import relu_model
@@ -68,3 +76,18 @@ def test_neither_is_asked_where_all_is_computed(call: Call, tmp_path: Path) -> N
     said = out.read_bytes()
     give_predictors(folder, -0.3)
     assert call("batch", tmp_path / "in", out, *command).code == 0 and out.read_bytes() == said
+
+
+def test_a_node_with_other_predictors_is_refused(tmp_path: Path) -> None:
+    folder = relu_model(tmp_path, "opt", "float32-records")
+    give_predictors(folder, -0.3)
+    spec, ask = open_packed(folder).spec, Ask(prompt_tokens=4, output_tokens=2, context=64, sparsity="predict")
+    here = NodeWork(
+        str(folder), None, model_sha256(folder), what_is_left_out("predict", folder, spec, None), ask,
+        Loading(cache=machine_cache(tmp_path / "cache")), ("m",), 2, 1,
+    )  # fmt: skip
+    assert here.left_out
+    Answerer(here)._engine.close()
+    give_predictors(folder, -0.3, seed=6)
+    with pytest.raises(BadRequest, match="has other predictors or levels on this node"):
+        Answerer(here)
