@@ -54,7 +54,8 @@ def resolved(checkpoint: Path, cache: Path, weights: str | None = None) -> tuple
 
 
 def names(cache: Path) -> list[str]:
-    return sorted(os.listdir(cache / "models"))
+    models = cache / "models"
+    return sorted(os.listdir(models)) if models.exists() else []
 
 
 def changed(tensors: dict[str, Any]) -> dict[str, Any]:
