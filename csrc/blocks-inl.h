@@ -313,51 +313,6 @@ void dot_rounded(const Matrix& m, const Series& series, const Operand& x, Sums<n
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Calls run.operator()<kind>() for a matrix in blocks.
-template <class Run>
-void by_blocks(Kind kind, const Run& run) {
-    switch (kind) {
-        case Kind::kQ4_0:
-            return run.template operator()<Kind::kQ4_0>();
-        case Kind::kQ5_0:
-            return run.template operator()<Kind::kQ5_0>();
-        case Kind::kQ5_1:
-            return run.template operator()<Kind::kQ5_1>();
-        case Kind::kQ8_0:
-            return run.template operator()<Kind::kQ8_0>();
-        case Kind::kIq4Nl:
-            return run.template operator()<Kind::kIq4Nl>();
-        case Kind::kMxfp4:
-            return run.template operator()<Kind::kMxfp4>();
-        case Kind::kQ2K:
-            return run.template operator()<Kind::kQ2K>();
-        case Kind::kQ3K:
-            return run.template operator()<Kind::kQ3K>();
-        case Kind::kQ4K:
-            return run.template operator()<Kind::kQ4K>();
-        case Kind::kQ5K:
-            return run.template operator()<Kind::kQ5K>();
-        case Kind::kQ6K:
-            return run.template operator()<Kind::kQ6K>();
-        case Kind::kIq4Xs:
-            return run.template operator()<Kind::kIq4Xs>();
-        case Kind::kUint4G32:
-            return run.template operator()<Kind::kUint4G32>();
-        case Kind::kUint4G64:
-            return run.template operator()<Kind::kUint4G64>();
-        case Kind::kUint4G128:
-            return run.template operator()<Kind::kUint4G128>();
-        case Kind::kUint8G32:
-            return run.template operator()<Kind::kUint8G32>();
-        case Kind::kUint8G128:
-            return run.template operator()<Kind::kUint8G128>();
-        case Kind::kFloat8:
-            return run.template operator()<Kind::kFloat8>();
-        default:
-            return;
-    }
-}
-
 // sums += k tiles · x, one tile after the other. Many rows take blocks-many-inl.h where registers suffice.
 template <int n, int k>
 void dot_in_blocks(const Matrix& m, const Series& weights, const Operand& x, Sums<n, k>& sums) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from penstock.store.locks import lock_folder
 
 # A digest of this machine's name is in it, for others may share the folder, and numbers of their processes say nothing
 # here. The number of the process that made it follows, and eight characters that `tempfile` chooses.
-PREFIX = f"penstock-of-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+PREFIX = f"penstock-of-{zlib.crc32(os.fsencode(platform.node())):08x}-"
 _NAME = re.compile(rf"{PREFIX}([0-9]{{1,10}})-\w{{8}}", re.ASCII)
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.llm import LLM
 from penstock.spec.format import FLOAT32
 from penstock.spec.parts import parts
+from penstock.store import direct
 from penstock.store.manifest import RECORD
 from penstock.store.pack import pack
 from penstock.store.packing import Packing
@@ -333,3 +335,51 @@ def ask_of_a_test() -> Any:
     from tests.cpu.commands import MACHINE
 
     return Ask(), Loading(machine=MACHINE)
+
+
+def test_a_copy_is_written_where_no_thread_may_be_started(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a program with Python 3.12.1."""
+
+    class Refused:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct, "threading", SimpleNamespace(Thread=Refused))
+        pack(checkpoint, tmp_path / "without")
+    pack(checkpoint, tmp_path / "with")
+    assert folder_bytes(tmp_path / "without") == folder_bytes(tmp_path / "with")
+
+
+def test_ctrl_c_at_the_end_of_a_program_breaks_the_copy_off() -> None:
+    script = """
+        import time
+        from penstock.serve.copying import CopyWriting
+
+        def write(hear):
+            try:
+                while True:
+                    hear("", 0, 1)
+                    time.sleep(0.01)
+            finally:
+                print("broken off", flush=True)
+
+        CopyWriting(write, print)
+        print("begun", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        for _ in range(100):  # the first may come before the interpreter waits
+            child.send_signal(signal.SIGINT)
+            try:
+                child.wait(0.3)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        assert child.stdout.read() == "broken off\n" and child.returncode >= 0
