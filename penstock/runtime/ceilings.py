@@ -8,6 +8,7 @@ These ceilings drift, so a speed must be compared with ceilings of the same run.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -58,12 +59,19 @@ def ceilings_apart(threads: int, file: Path | None) -> Ceilings:
     return Ceilings(**json.loads(done.stdout))
 
 
-def ram_read_bytes_per_s(threads: int) -> float:
-    """The speed at which pinned threads read RAM."""
+def ram_read_bytes_per_s(threads: int, rounds: int = 5, pause_s: float = 0.0) -> float:
+    """The speed at which pinned threads read RAM: the median of so many rounds, with pauses between them."""
     nbytes = max(8 * MIB, min(RAM_BYTES, host.available_bytes() // 4))
     memory = _native.Memory(nbytes, True)
     memory.populate()
-    seconds: float = _native.ram_read_s(memory.address, nbytes, threads, 5)
+    if not pause_s:
+        seconds: float = _native.ram_read_s(memory.address, nbytes, threads, rounds)
+    else:
+        taken = list[float]()
+        for _ in range(rounds):
+            taken.append(_native.ram_read_s(memory.address, nbytes, threads, 1))
+            time.sleep(pause_s)
+        seconds = statistics.median(taken)
     memory.close()
     return nbytes / seconds
 

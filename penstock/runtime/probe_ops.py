@@ -8,6 +8,7 @@ apart. Kernels for 1, 2, 4 and 8 rows have speeds of their own.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock import _native
 from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
@@ -40,7 +42,8 @@ _SOME_ROWS, _MANY_ROWS = (16, 64), (256, 512)
 _FEW = tuple((rows,) for rows in FEW_ROWS)
 # Many rows are timed twice, some time apart: a figure from a moment in which another process had a core then stands
 # out. Few rows are timed in between, five times. Their speed is that of the RAM, which on a shared machine swings by
-# half within seconds: two turns gave 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md).
+# half within seconds: two turns gave 43 tokens/s where runs, and the RAM alone, gave 58 (docs/LOG.md). So the RAM is
+# read right before and after each turn of few rows.
 # Each comes once before any comes again but the few rows: a format whose time is short has all its figures then.
 _TURNS = (*_FEW, _SOME_ROWS, _MANY_ROWS, *_FEW, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
 _AGAIN = 2  # times that an op whose times lie on no line is timed again
@@ -51,6 +54,7 @@ MANY_ROWS_TIMED = tuple((_MANY_ROWS[-1], start) for start in (0, _CONTEXT - _MAN
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
 _KV_WIDTH, _MOST_KV_LAYERS, HEAD_DIM = 256, 32, 128
 _LOGITS_ROWS = 64
+_WAITS_FOR_RAM = 0.75  # a product that reads its weights at so much of the RAM's speed waits for the RAM alone
 _MANY_LAYERS = 2  # that many rows are timed on
 PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
@@ -96,7 +100,7 @@ class Layers:
     def __init__(
         self, weights: Format, kv: Format, kernels: Native, memory_bytes: int, mostly_kv: bool = False
     ) -> None:
-        self.weights, self._programs = weights, {}  # type: ignore[var-annotated]
+        self.weights, self._threads = weights, kernels.compute.threads
         self.timed = self.disturbed = 0
         self.plan = probe_plan(weights, kv, memory_bytes, mostly_kv)
         self._layers = len(self.plan.target.spec.layers)
@@ -105,7 +109,6 @@ class Layers:
         self.binding = NativeBinding(self.plan, self._arenas, None, kernels)
 
     def close(self) -> None:
-        self._programs.clear()
         self._arenas.close()
 
     def rates(self, tell: Tell, between: Callable[[], None], until_s: float, every_op: bool) -> list[Rate]:
@@ -139,6 +142,7 @@ class Layers:
         timed."""
         timed: dict[tuple[int, ...], list[dict[str, Points]]] = {}
         taken_s: dict[tuple[int, ...], float] = {}
+        ram: dict[tuple[int, ...], list[float]] = {}  # bytes/s around each turn of few rows
         for rows in _TURNS:
             start_s, of_turn = time.perf_counter(), rows
             foretold_s = taken_s.get(rows, 0.0)
@@ -149,11 +153,26 @@ class Layers:
                     of_turn, foretold_s = rows[:1], foretold_s * rows[0] / sum(rows)
             if (rows not in _FEW or rows in timed) and start_s + foretold_s > until_s:
                 continue
-            over = "bytes" if rows in _FEW else "flops"
-            timed.setdefault(rows, []).append(self._points(PRODUCTS, of_turn, over))
+            if rows in _FEW:
+                before = self._ram_bytes_per_s()
+                timed.setdefault(rows, []).append(self._points(PRODUCTS, of_turn, "bytes"))
+                ram.setdefault(rows, []).append((before + self._ram_bytes_per_s()) / 2)
+            else:
+                timed.setdefault(rows, []).append(self._points(PRODUCTS, of_turn, "flops"))
             taken_s[rows] = (time.perf_counter() - start_s) * sum(rows) / sum(of_turn)
             between()
+        usual = statistics.median(speed for speeds in ram.values() for speed in speeds)
+        for rows, speeds in ram.items():
+            timed[rows] = [
+                {op: by_usual_ram(points, speed, usual) for op, points in turn.items()}
+                for turn, speed in zip(timed[rows], speeds, strict=True)
+            ]
         return timed
+
+    def _ram_bytes_per_s(self) -> float:
+        """The speed at which all threads read these weights now: once, in some 20 ms."""
+        weights = self._arenas.whole(f"{HOST}.weights")
+        return len(weights) / _native.ram_read_s(weights.ctypes.data, len(weights), self._threads, 1)
 
     def attention_rates(self, kv: str, tell: Tell, until_s: float) -> list[Rate]:
         """The rates of attention over KV in this format, which these layers have."""
@@ -251,6 +270,18 @@ def attention_sizes(kv: str, timed: Sequence[tuple[int, int]]) -> list[tuple[int
         (task,) = Lowering(plan).step(Pass("prefill" if rows > 1 else "decode", (batch,), None))
         sizes += [(call.bytes, call.flops) for call in task.calls if call.op == "attend"]
     return sizes
+
+
+def by_usual_ram(points: Points, ram_bytes_per_s: float, usual_bytes_per_s: float) -> Points:
+    """(bytes, seconds) of products as they are where the RAM has its usual speed. `ram_bytes_per_s`: its speed while
+    they were timed. Those that do not wait for it stay.
+
+    Whole probes took one row in a spell in which a shared RAM gave 46 GB/s, and 34 a second later: runs of the same
+    minute were promised 1.28 times their speed (docs/LOG.md)."""
+    most, seconds = max(points)
+    if most / seconds < _WAITS_FOR_RAM * ram_bytes_per_s:
+        return points
+    return [(nbytes, taken_s * ram_bytes_per_s / usual_bytes_per_s) for nbytes, taken_s in points]
 
 
 def _steady(fits: Sequence[Fit]) -> Fit:

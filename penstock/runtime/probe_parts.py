@@ -43,7 +43,7 @@ def parts(formats: Sequence[str], kv_formats: Sequence[str]) -> tuple[ProbePart,
         ProbePart(SMALL, 0.5),
         ProbePart(SHARED, 5.0),
         ProbePart(LOADS, 0.5),
-        ProbePart(RAM, 0.3),
+        ProbePart(RAM, 1.3),
     )
 
 

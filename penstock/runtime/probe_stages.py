@@ -142,7 +142,9 @@ class _Probe:
         return ProbeFindings(tuple(self._loads.rates(self._tell, until_s)))
 
     def _ram(self, _: float) -> ProbeFindings:
-        return ProbeFindings((Rate(CPU, "*", "*", 0.0, 1 / ram_read_bytes_per_s(self._threads)),))
+        # Spells in which a shared RAM is half as fast again last half a second or less.
+        usual = ram_read_bytes_per_s(self._threads, rounds=9, pause_s=0.1)
+        return ProbeFindings((Rate(CPU, "*", "*", 0.0, 1 / usual),))
 
 
 def _sharing(
