@@ -18,12 +18,13 @@ def main() -> None:
     parser.add_argument(
         "--logprobs", action="store_true", help="of each token too, as the clients of `bench.serve` ask for them"
     )
+    parser.add_argument("--kv", help="format of the KV")
     wanted = parser.parse_args()
 
     def load() -> Loaded:
         ask = Ask(
             batch=wanted.sequences, context=wanted.context, prompt_tokens=PROMPT_TOKENS, output_tokens=wanted.output,
-            host_memory_bytes=wanted.limit,
+            host_memory_bytes=wanted.limit, kv=wanted.kv,
         )  # fmt: skip
         engine = Engine.load(wanted.model, ask, Loading(cache=wanted.cache))
 

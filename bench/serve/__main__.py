@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=12.0, help="of load; soak takes 10, or these if they are fewer"
     )
+    parser.add_argument("--kv", help="format of the KV of all of ours, as `serve --kv`; default the model's")
     parser.add_argument("--large", type=Path, default=DEFAULT_SHAPES["8b"], help="config.json of the shape for budgets")
     parser.add_argument("--small", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of the shape for loads")
     wanted = parser.parse_args()
@@ -71,14 +72,14 @@ def main() -> None:
 
     def line() -> Figures:
         took_s = time.perf_counter() - start_s
-        about = {"bench": "serve", "rounds": wanted.rounds, "limit_gb": wanted.limit_gb, "machine": this_machine(),
-                 "took_s": took_s, "absent": without, "failed": report.failed}  # fmt: skip
+        about = {"bench": "serve", "rounds": wanted.rounds, "limit_gb": wanted.limit_gb, "kv": wanted.kv,
+                 "machine": this_machine(), "took_s": took_s, "absent": without, "failed": report.failed}  # fmt: skip
         print(json.dumps({**about, **found}))
         return {name: next((part[name] for part in found.values() if part.get(name) is not None), None)
                 for name in NAMES}  # fmt: skip
 
     with last_line(line) as report, model_folder(wanted.folder) as folder:
-        bench = Bench(folder, wanted.large, wanted.small, whole_pages(round(wanted.limit_gb * 1e9)))
+        bench = Bench(folder, wanted.large, wanted.small, whole_pages(round(wanted.limit_gb * 1e9)), wanted.kv)
         parts: dict[str, Part] = {
             "streams": lambda: streams(bench, wanted.rounds),
             "resident": lambda: resident(bench, wanted.rounds, "llamacpp" not in without),

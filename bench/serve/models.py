@@ -24,10 +24,12 @@ Figures = dict[str, Any]
 
 class Bench:
     """The models of `folder`: `large` for budgets, `small` for loads. Both may be one. They are made when they are
-    asked for, so that a shape that cannot be made costs the parts that need it alone."""
+    asked for, so that a shape that cannot be made costs the parts that need it alone. `kv`: the format of the KV of all
+    of them; None: the default."""
 
-    def __init__(self, folder: Path, large: Path, small: Path, limit: int) -> None:
+    def __init__(self, folder: Path, large: Path, small: Path, limit: int, kv: str | None = None) -> None:
         self.folder, self.limit = folder, limit
+        self.kv_flags = () if kv is None else ("--kv", kv)
         self.configs = {"large": large, "small": small}
         self._vocab: dict[str, int] = {}
 
@@ -58,6 +60,7 @@ class Bench:
         """A server with KV room for the whole context of each of `batch` answers: requests here take all of it.
         `more`: flags."""
         flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
+        flags = (*flags, *self.kv_flags)
         return served(self.folder, self.model(model), limit, *flags, "--kv-tokens", batch * context, *more)
 
     def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:

@@ -10,7 +10,7 @@ Per memory tier (`host`, `gpu0`) these arenas, each 2 MiB-aligned so that huge p
                 bytes. Where predictors hear the layer before theirs, there is room for one unit more: units take turns
     host.recent slots for records of units that are asked for, unit after unit (`graph.recent`)
     T.window    K and V of one or two layers whose KV lives elsewhere, while attention runs
-    host.staging  granules read for single embedding rows
+    host.staging  granules on their way for single embedding rows
     host.stage    units on their way from a disk to a device
 
 `disk0.kv` is a file: the KV that lives on a disk. Tokens come from the host and logits go to it, so they have slots
@@ -29,6 +29,7 @@ from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
 from penstock.spec.format import Format
+from penstock.spec.machine import FETCHED_AT_ONCE
 from penstock.spec.model import Layer, ModelSpec, Routed
 from penstock.spec.part_keys import head_key, parts_by_key
 from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, active_columns
@@ -288,7 +289,8 @@ class Layout:
     def _place_staging(self) -> Slot | None:
         if self.gathers is not None:
             return None
-        return self._take(f"{HOST}.staging", self.parts["embed"].granule_bytes)
+        granules = min(FETCHED_AT_ONCE, max(self.plan.chunk_rows, self.plan.batch_seqs))
+        return self._take(f"{HOST}.staging", granules * self.parts["embed"].granule_bytes)
 
 
 @lru_cache(maxsize=64)

@@ -99,15 +99,19 @@ class Binding(Views):
         dense.gather(self._granules(op.weights, part), part, self._tokens(op.tokens), self._embedded(op.rows))
 
     def _fetch(self, call: Call, op: ops.Fetch) -> None:
-        """Reads embedding rows straight from disk. A granule that holds the rows of several tokens is read once."""
+        """Reads embedding rows straight from disk. A granule that holds the rows of several tokens is read once. As
+        many granules are on their way as the staging has room for."""
         part = self._parts["embed"]
         tokens, rows = self._tokens(op.tokens), self._embedded(op.rows)
-        granule = self._granules(op.staging, part)
+        staged, address = self._granules(op.staging, part), self._arenas.address(op.staging)
         granules, rows_inside = np.divmod(tokens, part.granule_rows)  # int32 [T] each
-        for g in np.unique(granules).tolist():
-            self.fetched_bytes += self._disk.read("embed", g, g + 1, self._arenas.address(op.staging))
-            for i in np.flatnonzero(granules == g).tolist():
-                dense.gather(granule, part, rows_inside[i : i + 1], rows[i : i + 1])
+        wanted = np.unique(granules).tolist()
+        loads = self._disk.fetch("embed", wanted, address, len(staged))
+        for number, (granule, read_bytes) in enumerate(zip(wanted, loads, strict=True)):
+            slot = number % len(staged)
+            for i in np.flatnonzero(granules == granule).tolist():
+                dense.gather(staged[slot : slot + 1], part, rows_inside[i : i + 1], rows[i : i + 1])
+            self.fetched_bytes += read_bytes
 
     def _embed(self, call: Call, op: ops.Embed) -> None:
         batch = batch_of(call)

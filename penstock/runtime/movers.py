@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock import _native
 from penstock.errors import BrokenModel, PenstockError, StorageFailed
-from penstock.spec.machine import PICKS_IN_FLIGHT, experts_in_flight
+from penstock.spec.machine import FETCHED_AT_ONCE, PICKS_IN_FLIGHT, experts_in_flight
 from penstock.spec.places import Lane, Tier, disk_of
 from penstock.store.packed import Packed, damaged_granule
 
@@ -115,6 +115,7 @@ class DiskReader:
         self._readers: dict[Tier, _native.Reader] = {}
         self._pickers: dict[Tier, _native.Reader] = {}  # of many small reads, made when they are first wanted
         self._askers: dict[Tier, _native.Reader] = {}  # of what native code asks for, as well
+        self._fetchers: dict[Tier, _native.Reader] = {}  # of single embedding rows, as well
         self._depth = depth
         self._closed: dict[Lane, int] = {}  # bytes that readers had read when they were closed
         for path in packed.files:
@@ -153,22 +154,41 @@ class DiskReader:
         reader = (disk and self._readers.get(disk)) or self._readers[self._packed.disks[place.path]]
         return DiskLoad(reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo)), place)
 
-    def read(self, part: str, lo: int, hi: int, address: int) -> int:
-        """As `start`, but waits for the end and returns the bytes read. A single block is read by the calling thread
-        itself, ahead of the queue. Raises StorageFailed, and DamagedModel where a granule is not what its checksum
-        says."""
-        place = self.place(part, lo, hi)
-        if place.nbytes > self._block_bytes:
-            return self.start(part, lo, hi, address).wait()
+    def fetch(self, part: str, granules: Sequence[int], address: int, slots: int) -> Iterator[int]:
+        """Reads single granules of a part, past the queue of `start`, and yields the bytes of each when it is there.
+        Number n lies in slot n % `slots` of the memory at `address`. The others are on their way meanwhile, and the
+        next one takes the slot as soon as the iteration goes on. One alone is read by the calling thread.
+
+        512 rows of a prompt took 85 ms one after the other, where the disk gives so many bytes in 25. Raises
+        StorageFailed, and DamagedModel where a granule is not what its checksum says."""
+        if len(granules) == 1:
+            yield self._read(self.place(part, granules[0], granules[0] + 1), address)
+            return
+        places = [self.place(part, granule, granule + 1) for granule in granules]
+        loads = (self._fetch(place, address + n % slots * place.nbytes) for n, place in enumerate(places))
+        yield from waited_for(loads, slots - 1)
+
+    def _read(self, place: FileRange, address: int) -> int:
+        """Reads by the calling thread itself."""
         reader = self._readers[self._packed.disks[place.path]]
         try:
-            read_bytes = reader.read(place.fd, place.offset, address, place.nbytes, *self._expected(part, lo))
+            read_bytes = reader.read(
+                place.fd, place.offset, address, place.nbytes, *self._expected(place.part, place.lo)
+            )
         except OSError as error:
             raise place.failed(error, 0) from None
         except _native.Damaged as error:
             raise place.damaged(error) from None
         place.settle(read_bytes)
         return read_bytes
+
+    def _fetch(self, place: FileRange, address: int) -> DiskLoad:
+        disk = self._packed.disks[place.path]
+        reader = self._fetchers.get(disk)
+        if reader is None:
+            reader = self._fetchers[disk] = new_reader("io_uring", FETCHED_AT_ONCE, self._block_bytes)
+        begun = reader.start(place.fd, place.offset, address, place.nbytes, *self._expected(place.part, place.lo))
+        return DiskLoad(begun, place)
 
     @property
     def reads_directly(self) -> bool:
@@ -207,14 +227,17 @@ class DiskReader:
         for _, reader in self._all_readers():
             reader.close()
         self._closed = self.bytes_by_disk
-        for readers in (self._readers, self._pickers, self._askers):
+        for readers in self._by_use():
             readers.clear()
         for fd, _ in self._fds.values():
             os.close(fd)
         self._fds.clear()
 
     def _all_readers(self) -> list[tuple[Tier, _native.Reader]]:
-        return [*self._readers.items(), *self._pickers.items(), *self._askers.items()]
+        return [pair for readers in self._by_use() for pair in readers.items()]
+
+    def _by_use(self) -> tuple[dict[Tier, _native.Reader], ...]:
+        return self._readers, self._pickers, self._askers, self._fetchers
 
     def place(self, part: str, lo: int, hi: int) -> FileRange:
         """Where granules lo..hi of a part lie."""

@@ -152,6 +152,8 @@ KV_IN_FLIGHT = 8
 # Reads of neurons' records in flight. Hundreds of them are asked for at once, of two pages each. With 8, 32 and 128 in
 # flight a disk did 51, 63 and 81 thousand reads of 4 KiB a second, and 36, 46 and 53 thousand of 16 KiB.
 PICKS_IN_FLIGHT = 128
+# Granules of single embedding rows in flight: some hundred KiB each, so that a few are all that a disk can do.
+FETCHED_AT_ONCE = 8
 _LEAST_IN_FLIGHT_BYTES = 4 * MIB  # what a disk of 4 GB/s reads in a millisecond
 
 

@@ -49,7 +49,8 @@ class Gather(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """rows = the embedding rows of the batch's tokens, read from the disk. `staging` holds one granule."""
+    """rows = the embedding rows of the batch's tokens, read from the disk. `staging` holds the granules that are on
+    their way at once."""
 
     tokens: Read
     rows: Write
