@@ -27,6 +27,12 @@ _LEAST_S_PER_BYTE = 1e-15  # a speed is finite even if bytes cost nothing
 _ROW_BY_ROW = 6.0
 _MANY_ROWS = 64  # a call with so many rows is bound by its flops
 
+# A product of many rows reads and writes its sums, and rounds activations, in each call anew, so its begin grows with
+# its rows: an FFN's took 0.2, 0.46, 0.9 and 1.5 ms with 64, 128, 256 and 512 (docs/LOG.md, 2026-11-28). The probe's
+# lines for many rows have one begin, which is that of so many rows in the mean. By the most rows of a line, 0 for all.
+_PRODUCTS = ("qkv", "out", "ffn", "head")
+_BEGIN_ROWS = {64: 40, 0: 384}
+
 _NO_TIME_S = 1e-300
 
 Overheads = tuple[float, float]  # seconds of a task beside its calls, seconds of preparing a call
@@ -192,7 +198,7 @@ class Cost:
         if line is None:
             lane, op, kinds, rows = key
             shares = (Share(kinds, 1.0, 1.0),) if isinstance(kinds, str) else kinds
-            of = [(self.machine.rate(lane, op, share.kind, rows), share) for share in shares]
+            of = [(_begun(self.machine.rate(lane, op, share.kind, rows), op, rows), share) for share in shares]
             line = self._lines[key] = _RateLine(
                 sum(rate.alpha_s * share.bytes for rate, share in of),
                 sum(rate.s_per_byte * share.bytes for rate, share in of),
@@ -200,6 +206,13 @@ class Cost:
                 tuple(of),
             )
         return line
+
+
+def _begun(rate: Rate, op: str, rows: int) -> Rate:
+    """The rate with the begin of a call of so many rows."""
+    if rate.lane != CPU or op not in _PRODUCTS or rate.op != op or rate.rows not in _BEGIN_ROWS:
+        return rate
+    return replace(rate, alpha_s=rate.alpha_s * rows / _BEGIN_ROWS[rate.rows])
 
 
 def _in_flight(line: _RateLine) -> int:
