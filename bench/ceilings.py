@@ -20,6 +20,7 @@ from penstock.units import MIB
 DEPTHS, BLOCKS = (1, 2, 4), (8 * MIB,)
 READ_S = 0.6  # of each depth; the best of many short ones was a burst, which no run keeps up
 RAM_READINGS = 3
+_PAGE_BYTES = 4096  # of which a direct read takes whole ones
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,22 @@ class Ceilings:
         self, files: Iterable[Path], blocks: tuple[int, ...] = BLOCKS, depths: tuple[int, ...] = DEPTHS,
         room_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """`room_bytes`: what is read goes to all of so much memory in turns. 0: each thread reads to one place again
-        and again, which a processor's cache holds."""
-        self._blocks, self._depths = blocks, depths
-        self._spread = room_bytes > 0
-        self._slots = max(room_bytes // max(blocks), max(depths))
+        """`blocks`: bytes of a read; where no file has so many, as many as the largest has. `room_bytes`: what is read
+        goes to all of so much memory in turns. 0: each thread reads to one place again and again, which a processor's
+        cache holds. Ends the bench where the files cannot be read directly, or have less than a page."""
         self._fds: list[tuple[int, int]] = []
         for file in files:
             fd, direct = _native.open_direct(str(file))
             if not direct:
                 sys.exit(f"{file}: this file system refuses direct reads, so there is no ceiling to measure")
             self._fds.append((fd, file.stat().st_size))
+        most = max((size for _, size in self._fds), default=0) // _PAGE_BYTES * _PAGE_BYTES
+        if not most:
+            sys.exit("no file has a page of 4096 bytes, so there is no ceiling of the disk to measure")
+        blocks = tuple(min(nbytes, most) for nbytes in blocks)
+        self._blocks, self._depths = blocks, depths
+        self._spread = room_bytes > 0
+        self._slots = max(room_bytes // max(blocks), max(depths))
         self._memory = _native.Memory(self._slots * max(blocks), True)
         self._memory.populate()
         self._places = {nbytes: itertools.cycle(self._whole_blocks(nbytes)) for nbytes in blocks}

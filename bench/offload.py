@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from bench.offload_engines import Engines, tell
 from bench.peers import Answer, Worker, WorkerEnded
 from bench.report import last_line, model_folder
 from bench.rounds import this_machine
+from bench.throughput_engines import absent
 
 LIMITS_GB = {"8b": (3.99, 2.86, 1.73), "1b_bf16": (2.0, 1.6)}
 PEERS = {"8b": "llamacpp", "1b_bf16": "accelerate"}
@@ -49,7 +49,7 @@ class Setting:
         self.engines, self.shape, self.gb, self.ceilings = engines, shape, gb, ceilings
         self.limit, self.peer = whole_pages(round(gb * 1e9)), PEERS.get(shape, "llamacpp")
         self.facts: Figures = {}
-        self.split: tuple[int, bool] = (0, False)
+        self.split: tuple[int, bool] | None = None  # bytes that accelerate keeps in memory, and whether as a copy
         self.tuned = 0.0  # tokens/s of accelerate with the memory's weights copied, the best of some tries
         self.tried: list[Figures] = []
 
@@ -62,7 +62,8 @@ class Setting:
             figures: Figures = {}
             for turn in turns if i % 2 == 0 else reversed(turns):
                 turn(figures)
-            figures[f"vs_{self.peer}"] = figures["tokens_per_s"] / figures[f"{self.peer}_tokens_per_s"]
+            theirs = figures[f"{self.peer}_tokens_per_s"]
+            figures[f"vs_{self.peer}"] = figures["tokens_per_s"] / theirs if theirs else None
             found.append(figures)
             tell(f"{self.shape} {self.gb} GB, round {i + 1} of {rounds}: {_line(figures, self.peer)}")
         return self._summary(found)
@@ -93,11 +94,20 @@ class Setting:
         }
 
     def _peers(self, figures: Figures) -> None:
-        start = self.engines.llamacpp(self.limit) if self.peer == "llamacpp" else self._accelerate(*self.split)
-        with start as (worker, cgroup):
-            answer, readings = self._between(worker, PEER_TOKENS[self.peer])
-            figures[f"{self.peer}_peak_cgroup_bytes"] = cgroup.peak_bytes() if cgroup else 0
-            self.facts[self.peer] = worker.facts
+        """The peer's figures; None where it does not live within the limit, which leaves ours all the same."""
+        figures |= {f"{self.peer}_tokens_per_s": None, f"{self.peer}_peak_cgroup_bytes": None}
+        if self.peer == "accelerate" and self.split is None:
+            return
+        try:
+            start = self.engines.llamacpp(self.limit) if self.split is None else self._accelerate(*self.split)
+            with start as (worker, cgroup):
+                answer, readings = self._between(worker, PEER_TOKENS[self.peer])
+                figures[f"{self.peer}_peak_cgroup_bytes"] = cgroup.peak_bytes() if cgroup else 0
+                self.facts[self.peer] = worker.facts
+        except WorkerEnded as ended:
+            figures[f"{self.peer}_ended"] = str(ended)
+            tell(f"{self.shape} {self.gb} GB, {self.peer}: {ended}")
+            return
         figures[f"{self.peer}_tokens_per_s"] = PEER_TOKENS[self.peer] / answer["seconds"]
         figures[f"{self.peer}_ceilings"] = [asdict(reading) for reading in readings]
 
@@ -123,7 +133,7 @@ class Setting:
             elif row["tokens_per_s"] > best:
                 best, self.split = row["tokens_per_s"], (cpu_bytes, copied)
         if not best:
-            sys.exit(f"accelerate lives with no split of the weights within {self.gb} GB")
+            tell(f"{self.shape} {self.gb} GB: accelerate lives with no split of the weights, its figures are null")
 
     def _between(self, worker: Worker, tokens: int) -> tuple[Answer, list[Reading]]:
         """A decode between two readings of the ceilings. `others_cpu_share`: of the processors' time, what neither this
@@ -140,13 +150,14 @@ class Setting:
         """Medians; the disk's bytes are the same in every round or exact says so; the largest peak."""
         names = ["tokens_per_s", "share_of_bound", f"vs_{self.peer}", f"{self.peer}_tokens_per_s"]
         names += ["bound_tokens_per_s", "disk_read_bytes_per_s", "ram_read_bytes_per_s", "others_cpu_share"]
-        spreads = {name: spread([figures[name] for figures in found]) for name in names}
+        columns = {name: [f[name] for f in found if f[name] is not None] for name in names}
+        spreads = {name: spread(column) for name, column in columns.items() if column}
         peaks = ("peak_host_bytes", "peak_cgroup_bytes", f"{self.peer}_peak_cgroup_bytes")
         return {
-            **{name: s["median"] for name, s in spreads.items()},
+            **{name: spreads[name]["median"] if name in spreads else None for name in names},
             "disk_bytes_per_token": statistics.median(figures["disk_bytes_per_token"] for figures in found),
             "disk_bytes_exact": all(figures["disk_bytes_exact"] for figures in found),
-            **{name: max(figures[name] for figures in found) for name in peaks},
+            **{name: max((f[name] for f in found if f[name] is not None), default=None) for name in peaks},
             "limit_bytes": self.limit,
             "ranges": {name: {"min": s["min"], "max": s["max"]} for name, s in spreads.items()},
             "by_round": found,
@@ -188,9 +199,11 @@ def measure_prefill(engines: Engines, gb: float, rounds: int) -> Figures:
 
 
 def _line(figures: Figures, peer: str) -> str:
+    beside = f"without {peer}"
+    if figures[f"vs_{peer}"] is not None:
+        beside = f"{figures[f'vs_{peer}']:.2f} × {peer}'s {figures[f'{peer}_tokens_per_s']:.3f}"
     return (
-        f"{figures['tokens_per_s']:.2f} tokens/s, {figures['share_of_bound']:.1%} of the bound, "
-        f"{figures[f'vs_{peer}']:.2f} × {peer}'s {figures[f'{peer}_tokens_per_s']:.3f}; "
+        f"{figures['tokens_per_s']:.2f} tokens/s, {figures['share_of_bound']:.1%} of the bound, {beside}; "
         f"disk {figures['disk_read_bytes_per_s'] / 1e9:.2f}, RAM {figures['ram_read_bytes_per_s'] / 1e9:.1f} GB/s, "
         f"others {figures['others_cpu_share']:.0%} of the processors, peak {figures['peak_host_bytes'] / 1e9:.3f} GB, "
         f"bytes exact: {figures['disk_bytes_exact']}"
@@ -206,10 +219,14 @@ def main() -> None:
     wanted = parser.parse_args()
     results: Figures = {}
     start_s = time.perf_counter()
+    without = absent(PEERS[shape] for shape in wanted.only if shape in PEERS)
+    for peer, why in without.items():
+        tell(f"{peer} cannot be run here, its figures are null: {why}")
 
     def line() -> Figures:
         took_s = time.perf_counter() - start_s
-        return {"bench": "offload", "rounds": wanted.rounds, "machine": this_machine(), "took_s": took_s, **results}
+        about = {"rounds": wanted.rounds, "machine": this_machine(), "took_s": took_s, "absent": without}
+        return {"bench": "offload", **about, **results}
 
     with last_line(line) as report, model_folder(wanted.folder) as folder:
         engines = Engines(folder)

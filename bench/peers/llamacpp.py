@@ -46,7 +46,7 @@ class LlamaCpp:
         self._need(self._model is not None, f"no model from {file.name}")
         of_context = llama_cpp.llama_context_default_params()
         of_context.n_ctx = context
-        of_context.n_batch = of_context.n_ubatch = min(512, context)
+        self._most_rows = of_context.n_batch = of_context.n_ubatch = min(512, context)
         self._sequences = of_context.n_seq_max = sequences
         of_context.n_threads = of_context.n_threads_batch = threads
         if kv is not None:
@@ -152,10 +152,13 @@ class LlamaCpp:
         return {"seconds": seconds, "bytes": tokens * self._bytes_per_token}
 
     def _step(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Logits of the last token, float32 [V]; they hold until the next step."""
-        tokens = (llama_cpp.llama_token * len(ids))(*ids.tolist())
-        failed = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
-        self._need(not failed, f"llama_decode: {failed}")
+        """Logits of the last token, float32 [V]; they hold until the next step. More tokens than a batch takes go in
+        one batch after the other."""
+        for at in range(0, len(ids), self._most_rows):
+            rows = ids[at : at + self._most_rows].tolist()
+            tokens = (llama_cpp.llama_token * len(rows))(*rows)
+            failed = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(rows)))
+            self._need(not failed, f"llama_decode: {failed}")
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self._vocab,))
 
     def _need(self, fine: bool, complaint: str) -> None:
