@@ -1,23 +1,25 @@
 """`python -m bench.choice`: is the plan that is chosen the fastest of the candidates, when all of them are run?
 
 Three settings on this machine. Every candidate of every solver that the runtime can run is loaded and run, taking turns
-in rounds; the median of the rounds counts. The last line is one JSON object; `ratio`: the chosen plan's seconds over
-those of the fastest candidate.
+in rounds; the median of the rounds counts. One that cannot be loaded or run after all is told with its error, and does
+not come again. The last line is one JSON object, which comes whatever fails (`bench.report`); `ratio`: the
+seconds of the chosen plan over those of the fastest candidate.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import tell
 from bench.peers import token_ids
-from bench.report import model_folder
+from bench.report import last_line, model_folder
 from penstock.planner.bound import score_s
 from penstock.planner.candidate import Compared
 from penstock.planner.predict import Prediction
@@ -53,7 +55,26 @@ def limited(model: Path, share: float, ask: Ask, machine: MachineSpec) -> Ask:
     return settle_context(replace(ask, host_memory_bytes=limit), packed.spec)
 
 
-def run_s(model: Path, plan: Plan, ask: Ask, machine: MachineSpec) -> float:
+def measured_s(plans: Sequence[Plan], run: Callable[[Plan], float], rounds: int) -> list[list[float] | str]:
+    """What each plan took, round by round, in turns. A plan that fails does not come again, and has its error there."""
+    found: list[list[float] | str] = [[] for _ in plans]
+    for _ in range(rounds):
+        for i, plan in enumerate(plans):
+            if isinstance(times := found[i], str):
+                continue
+            try:
+                times.append(run(plan))
+            except Exception as error:
+                found[i] = f"{type(error).__name__}: {error}"
+                tell(f"  a candidate failed: {found[i]}")
+    return found
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    return (one.units, one.order, one.kv, one.ring_bytes) == (other.units, other.order, other.kv, other.ring_bytes)
+
+
+def run_s(model: Path, ask: Ask, machine: MachineSpec, plan: Plan) -> float:
     """Seconds of all answers, or of a generated token where throughput is wanted: what the solver brings down."""
     engine = Engine.load(model, ask, Loading(machine=machine, plan=plan))
     try:
@@ -77,15 +98,13 @@ def setting(model: Path, share: float, ask: Ask, machine: MachineSpec, rounds: i
     chosen = solve(ask, packed.spec, packed.weights, machine)
     every = solve(ask, packed.spec, packed.weights, machine, every=True).compared
     runnable = [each for each in every if not each.candidate.cannot_run]
-    measured: list[list[float]] = [[] for _ in runnable]
-    for _ in range(rounds):
-        for each, seconds in zip(runnable, measured, strict=True):
-            seconds.append(run_s(model, each.candidate.plan, ask, machine))
-    rows = [_row(each, seconds, ask) for each, seconds in zip(runnable, measured, strict=True)]
     # The chosen plan reads in blocks of its own size; what stays where is what tells candidates apart.
-    (at,) = [i for i, each in enumerate(runnable) if each.candidate.plan.units == chosen.plan.units
-             and each.candidate.plan.order == chosen.plan.order and each.candidate.plan.kv == chosen.plan.kv
-             and each.candidate.plan.ring_bytes == chosen.plan.ring_bytes][:1]  # fmt: skip
+    at = next(i for i, each in enumerate(runnable) if _alike(each.candidate.plan, chosen.plan))
+    measured = measured_s([each.candidate.plan for each in runnable], partial(run_s, model, ask, machine), rounds)
+    if isinstance(why := measured[at], str):
+        raise RuntimeError(f"the chosen plan could not be run: {why}")
+    ran = {i: _row(runnable[i], seconds, ask) for i, seconds in enumerate(measured) if not isinstance(seconds, str)}
+    rows = list(ran.values())
     fastest_s = min(row["measured_s"] for row in rows)
     for row in rows:
         tell(
@@ -94,8 +113,9 @@ def setting(model: Path, share: float, ask: Ask, machine: MachineSpec, rounds: i
         )
     return {
         "model": model.name, "share": share, "prompt": ask.prompt_tokens, "output": ask.output_tokens,
-        "batch": ask.batch, "objective": ask.objective, "chosen": rows[at]["strategy"],
-        "ratio": rows[at]["measured_s"] / fastest_s, "candidates": rows,
+        "batch": ask.batch, "objective": ask.objective, "chosen": ran[at]["strategy"],
+        "ratio": ran[at]["measured_s"] / fastest_s, "candidates": rows,
+        "failed": {runnable[i].candidate.strategy: why for i, why in enumerate(measured) if isinstance(why, str)},
     }  # fmt: skip
 
 
@@ -116,17 +136,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (5 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     wanted = parser.parse_args()
-    rows = []
-    with model_folder(wanted.folder) as folder:
+    rows: list[dict[str, Any]] = []
+
+    def line() -> dict[str, Any]:
+        worst = max((row["ratio"] for row in rows), default=None)
+        return {"bench": "choice", "rounds": wanted.rounds, "worst_ratio": worst, "rows": rows}
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
         machine = probe_apart(folder, formats=("int4",), kv_formats=("float16",))
         for shape, share, ask in SETTINGS:
             model = folder / f"{DEFAULT_SHAPES[shape].stem}-int4"
             if not model.exists():
                 tell(f"writing {model.name}")
                 synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
-            tell(f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}")
-            rows.append(setting(model, share, ask, machine, wanted.rounds))
-    print(json.dumps({"bench": "choice", "worst_ratio": max(row["ratio"] for row in rows), "rows": rows}))
+            name = f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}"
+            tell(name)
+            with report.part(name):
+                rows.append(setting(model, share, ask, machine, wanted.rounds))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
 What PIPO has between disk and GPU memory is here between disk and RAM: "disk" means that everything streams, "memory"
 that everything stays. `link` has GPU memory too, on PIPO's laptop, where all work is waiting. Ceilings (disk reads, RAM
-reads, dot products) are read before and after every table. The last line is one JSON object.
+reads, dot products) are read before and after every table. The last line is one JSON object, which comes whatever fails
+(`bench.report`): a table that fails leaves the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from bench.pipo.link import link
 from bench.pipo.rounds import Row
 from bench.pipo.settings import OURS, Workshop, guessed_machine
 from bench.predict import Machine
-from bench.report import model_folder
+from bench.report import Report, last_line, model_folder
 from penstock.runtime import host
 from penstock.runtime.ceilings import Ceilings
 from penstock.runtime.probe_disk import probe_file
@@ -44,6 +43,7 @@ RUNS: dict[str, Callable[[Workshop, tables.Scale], list[Row]]] = {
     "batches": tables.batches,
     "overhead": tables.overhead,
 }
+CEILINGS = ("ram_read_bytes_per_s", "disk_read_bytes_per_s", "int8_ops_per_s")
 WAITS: dict[str, Callable[[], list[Row]]] = {"link": link}
 READS: dict[str, Callable[[reads.ReadFile, Plan, int], list[Row]]] = {
     "reads_by_size": reads.by_size,
@@ -52,25 +52,27 @@ READS: dict[str, Callable[[reads.ReadFile, Plan, int], list[Row]]] = {
 
 
 def measure(
-    shop: Workshop, scale: tables.Scale, only: list[str], file_bytes: int, ceilings: Callable[[], Ceilings]
-) -> dict[str, Any]:
-    """The tables by name, what the ceilings were, and the seconds that each table took."""
-    readings, results, took_s = [ceilings()], {}, {}
+    shop: Workshop, scale: tables.Scale, only: list[str], file_bytes: int, ceilings: Callable[[], Ceilings],
+    report: Report, results: dict[str, Any],
+) -> None:  # fmt: skip
+    """Into `results`, as they come: the tables by name, what the ceilings were, and the seconds that each table took.
+    A table that fails is told in `report`."""
+    readings, took_s = [ceilings()], dict[str, float]()
+    results["table_took_s"] = took_s
     plan = shop.plan(replace(OURS, prompt=scale.prompt, context=scale.context))  # for the reads that it would do
     for name in only:
         start_s = time.perf_counter()
-        if name in READS:
-            with reads.read_file(shop.folder, file_bytes) as file:
-                results[name] = READS[name](file, plan, scale.rounds)
-        elif name in WAITS:
-            results[name] = WAITS[name]()
-        else:
-            results[name] = RUNS[name](shop, scale)
+        with report.part(name):
+            if name in READS:
+                with reads.read_file(shop.folder, file_bytes) as file:
+                    results[name] = READS[name](file, plan, scale.rounds)
+            elif name in WAITS:
+                results[name] = WAITS[name]()
+            else:
+                results[name] = RUNS[name](shop, scale)
         took_s[name] = time.perf_counter() - start_s
         readings.append(ceilings())
-    names = ("ram_read_bytes_per_s", "disk_read_bytes_per_s", "int8_ops_per_s")
-    found = {name: spread([getattr(reading, name) for reading in readings]) for name in names}
-    return {**results, "ceilings": found, "table_took_s": took_s}
+        results["ceilings"] = {each: spread([getattr(reading, each) for reading in readings]) for each in CEILINGS}
 
 
 def main() -> None:
@@ -84,8 +86,18 @@ def main() -> None:
     scale = tables.QUICK if wanted.quick else tables.Scale()
     if wanted.rounds:
         scale = replace(scale, rounds=wanted.rounds)
-    start_s = time.perf_counter()
-    with model_folder(wanted.folder) as folder:
+    start_s, results = time.perf_counter(), dict[str, Any]()
+
+    def line() -> dict[str, Any]:
+        took_s = time.perf_counter() - start_s
+        if "ceilings" in results:
+            ram, disk, int8 = (_giga(found) for found in results["ceilings"].values())
+            tell(f"\nceilings: disk {disk} GB/s, RAM {ram} GB/s, int8 {int8} Gop/s; {took_s:.0f} s")
+        about = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
+        took = {"took_s": took_s, "rounds": scale.rounds, "quick": wanted.quick}
+        return {"bench": "pipo", "machine": about, **took, **results}
+
+    with last_line(line) as report, model_folder(wanted.folder) as folder:
         model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
         if not model.exists():
             tell(f"writing {model.name}")
@@ -96,13 +108,7 @@ def main() -> None:
             figures = guessed_machine() if wanted.quick else machine.figures()
             shop = Workshop(open_packed(model), figures, Path(scratch))
             file_bytes = reads.QUICK_FILE_BYTES if wanted.quick else reads.FILE_BYTES
-            results = measure(shop, scale, wanted.only, file_bytes, machine.ceilings)
-    ram, disk, int8 = (_giga(found) for found in results["ceilings"].values())
-    took_s = time.perf_counter() - start_s
-    print(f"\nceilings: disk {disk} GB/s, RAM {ram} GB/s, int8 {int8} Gop/s; {took_s:.0f} s", file=sys.stderr)
-    about = {"cpu": cpu_name(), "threads": host.usable_cpus(), "memory_bytes": host.physical_bytes()}
-    took = {"took_s": time.perf_counter() - start_s, "rounds": scale.rounds, "quick": wanted.quick}
-    print(json.dumps({"bench": "pipo", "machine": about, **took, **results}))
+            measure(shop, scale, wanted.only, file_bytes, machine.ceilings, report, results)
 
 
 def _giga(found: dict[str, float]) -> str:

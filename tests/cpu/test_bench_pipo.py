@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.pipo import __main__ as pipo
+from bench.pipo.rounds import Row
 from bench.pipo.settings import FLEXGEN, OURS, Setting, Workshop, guessed_machine
 from bench.pipo.tables import QUICK
 from bench.predict import Ceilings
+from bench.report import Report
 from penstock import _native
 from penstock.graph import passes
 from penstock.graph.lower import Lowering
@@ -109,10 +112,29 @@ def test_the_same_logits(shop: Workshop, setting: Setting) -> None:
 def test_all_tables(shop: Workshop, tmp_path: Path) -> None:
     shop = replace(shop, folder=tmp_path)
     names = [*pipo.RUNS, *pipo.READS]
-    found = pipo.measure(shop, QUICK, names, MIB, lambda: Ceilings(1.0, 1.0, 1.0))
-    assert list(found) == [*names, "ceilings", "table_took_s"]
+    found: dict[str, Any] = {}
+    report = Report()
+    pipo.measure(shop, QUICK, names, MIB, lambda: Ceilings(1.0, 1.0, 1.0), report, found)
+    assert not report.failed and found.keys() == {*names, "ceilings", "table_took_s"}
     assert found["ablation"][0]["name"] == "FlexGen's order"
     assert all(
         row["decode_tokens_per_s"]["median"] > 0 for name in ("homes", "batches", "outputs") for row in found[name]
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_fails_leaves_the_others(
+    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> list[Row]:
+        raise MemoryError("no room")
+
+    monkeypatch.setitem(pipo.RUNS, "homes", fails)
+    monkeypatch.setitem(pipo.RUNS, "outputs", lambda *_: [{"name": "a row"}])
+    found: dict[str, Any] = {}
+    report = Report()
+    shop = replace(shop, folder=tmp_path)
+    pipo.measure(shop, QUICK, ["homes", "outputs"], MIB, lambda: Ceilings(1.0, 1.0, 1.0), report, found)
+    assert report.failed == {"homes": "MemoryError: no room"} and found["outputs"] == [{"name": "a row"}]
+    assert found["ceilings"]["disk_read_bytes_per_s"]["median"] == 0.0 and "homes" not in found
+    assert "homes failed, and the bench goes on" in capsys.readouterr().err
