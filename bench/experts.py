@@ -5,12 +5,12 @@ cache before; routers have the same rows. Our plans go by a profile of other ran
 routers as they are drawn, so experts are asked for about alike; `skewed`, their norms fall as rank^-0.5; `local`,
 injected answers (each token keeps each of its experts with probability 0.5, else draws by rank^-0.5), which llama.cpp
 cannot follow and nobody guesses. Both engines are warmed by the same few tokens; ours is measured once more after many,
-for its predictions are of caches in their steady state. Ceilings are read right before and right after what is
-measured. Two bounds of a token: max(missed bytes / disk, active bytes / RAM), and the chain of layers, whose experts
-are known one layer at a time: of each layer what is not an expert / RAM + max(missed bytes / disk at reads of one
-expert, active experts' bytes / RAM). The chain is told twice: by reads that go to the same few places again and again,
-which a processor's cache holds, and by reads that go all over a GiB, as experts go to their slots. GB are 10^9 bytes.
-`--config` takes another shape in its place, to try the bench out: budgets shrink with its weights.
+for its predictions are of caches in their steady state. Ceilings are read right after what is measured, and before the
+last few tokens that warm. Two bounds of a token: max(missed bytes / disk, active bytes / RAM), and the chain of layers,
+whose experts are known one layer at a time: of each layer what is not an expert / RAM + max(missed bytes / disk at
+reads of one expert, active experts' bytes / RAM). The chain is told twice: by reads that go to the same few places
+again and again, which a processor's cache holds, and by reads that go all over a GiB, as experts go to their slots. GB
+are 10^9 bytes. `--config` takes another shape in its place, to try the bench out: budgets shrink with its weights.
 
 The whole takes hours. With `--rows FILE` each engine's turn is kept as it ends, and `--resume` counts those that are
 there. So parts can be run one by one (`--only`, `--tables`, `--rounds`, `--turns`), each within minutes, after `--only

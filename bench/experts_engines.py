@@ -25,6 +25,7 @@ SHAPE, WEIGHTS = "qwen3-30b-a3b", "int4"
 TABLES = {"uniform": 0.0, "skewed": 0.5}  # how the norms of routers' rows fall
 CONTEXT, PREFILL_TOKENS = 1024, 512
 LEAST_GB = "4.9"
+_PROCESS_BYTES = 100_000_000
 EXPERT_DEPTHS = (2, 4, 8)  # reads of one expert in flight: a layer may miss as many
 # Experts are read to their slots, which no cache of a processor holds. On a Sapphire Rapids 2 reads in flight to two
 # places gave 2.2 GB/s, to places all over 1 GiB 1.87 (docs/LOG.md).
@@ -43,8 +44,8 @@ class Engines:
         self.table = ""
 
     def limit(self, gb: str) -> int:
-        """The bytes of a budget."""
-        return whole_pages(round(float(gb) * 1e9 * self.scale))
+        """The bytes of a budget. What a process has beside its model does not shrink with the model."""
+        return whole_pages(round(_PROCESS_BYTES + (float(gb) * 1e9 - _PROCESS_BYTES) * self.scale))
 
     @property
     def packed(self) -> Path:
