@@ -7,8 +7,9 @@ import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from bench.budgets import budget_bytes
 from bench.ceilings import Ceilings
-from bench.cgroup import Cgroup, whole_pages
+from bench.cgroup import Cgroup
 from bench.offload_engines import started, tell
 from bench.peers import Worker
 from bench.peers import random_gguf as gguf
@@ -16,8 +17,6 @@ from penstock.runtime import host
 from penstock.runtime.probe import load_or_probe
 from penstock.serve.shapes import locate
 from penstock.spec.format import parse_format
-from penstock.spec.parts import parts
-from penstock.store.packed import read_config
 from penstock.store.profile_file import FILE as PROFILE
 from penstock.store.synth import synth
 
@@ -25,7 +24,6 @@ SHAPE, WEIGHTS = "qwen3-30b-a3b", "int4"
 TABLES = {"uniform": 0.0, "skewed": 0.5}  # how the norms of routers' rows fall
 CONTEXT, PREFILL_TOKENS = 1024, 512
 LEAST_GB = "4.9"
-_PROCESS_BYTES = 100_000_000
 EXPERT_DEPTHS = (2, 4, 8)  # reads of one expert in flight: a layer may miss as many
 # Experts are read to their slots, which no cache of a processor holds. On a Sapphire Rapids 2 reads in flight to two
 # places gave 2.2 GB/s, to places all over 1 GiB 1.87 (docs/LOG.md).
@@ -39,13 +37,13 @@ class Engines:
         whole = locate(Path(SHAPE))
         self.folder, self.cache, self.config = folder, folder / "cache", config or whole
         self.name = config.stem if config else SHAPE
-        self.scale = weights_bytes(self.config) / weights_bytes(whole)
+        self._whole = whole
         self.threads = host.usable_cpus()
         self.table = ""
 
     def limit(self, gb: str) -> int:
-        """The bytes of a budget. What a process has beside its model does not shrink with the model."""
-        return whole_pages(round(_PROCESS_BYTES + (float(gb) * 1e9 - _PROCESS_BYTES) * self.scale))
+        """The bytes of a budget."""
+        return budget_bytes(float(gb), self.config, self._whole, WEIGHTS)
 
     @property
     def packed(self) -> Path:
@@ -98,8 +96,3 @@ class Engines:
         if expert_bytes is None:
             return Ceilings(files)
         return Ceilings(files, (expert_bytes,), EXPERT_DEPTHS, room_bytes)
-
-
-def weights_bytes(config: Path) -> int:
-    """Of the shape of a config.json."""
-    return sum(part.granules * part.granule_bytes for part in parts(read_config(config)[1], parse_format(WEIGHTS)))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ceilings import Ceilings
+from bench.cgroup import whole_pages
 from bench.cpu import Ceilings as RamCeilings
 from bench.cpu import spread
 from bench.files_mxfp4 import Mxfp4, shape_config
@@ -55,8 +56,12 @@ class FileEngines(Engines):
     """A GGUF file, the model packed of it, and how each engine is started with one of them."""
 
     def __init__(self, folder: Path, config_file: Path, mix: str) -> None:
-        super().__init__(folder)
-        self.config_file, self.mix = config_file, mix
+        super().__init__(folder, large=config_file)
+        self.mix = mix
+
+    def limit(self, shape: str, gb: float) -> int:
+        """As it is said: whoever names another shape names its limit too."""
+        return whole_pages(round(gb * 1e9))
 
     def packed(self, shape: str) -> Path:
         return self.folder / f"{self.config_file.stem}-{shape}"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.ceilings import Ceilings, Reading
-from bench.cgroup import Cgroup, whole_pages
+from bench.cgroup import Cgroup
 from bench.cpu import busy_s, spread
-from bench.offload_engines import Engines, tell
+from bench.offload_engines import Engines, add_shapes, tell
 from bench.peers import Answer, Worker, WorkerEnded
 from bench.report import last_line, model_folder
 from bench.rounds import this_machine
@@ -47,7 +47,7 @@ class Setting:
 
     def __init__(self, engines: Engines, shape: str, gb: float, ceilings: Ceilings) -> None:
         self.engines, self.shape, self.gb, self.ceilings = engines, shape, gb, ceilings
-        self.limit, self.peer = whole_pages(round(gb * 1e9)), PEERS.get(shape, "llamacpp")
+        self.limit, self.peer = engines.limit(shape, gb), PEERS.get(shape, "llamacpp")
         self.facts: Figures = {}
         self.split: tuple[int, bool] | None = None  # bytes that accelerate keeps in memory, and whether as a copy
         self.tuned = 0.0  # tokens/s of accelerate with the memory's weights copied, the best of some tries
@@ -177,7 +177,7 @@ class Setting:
 def measure_prefill(engines: Engines, gb: float, rounds: int) -> Figures:
     """Of one prompt, within the limit and with everything in memory, in turns. Both stay loaded: direct reads leave
     the page cache alone."""
-    limit = whole_pages(round(gb * 1e9))
+    limit = engines.limit("8b", gb)
     prompt = ("--prompt", PREFILL_TOKENS)
     found: list[Figures] = []
     with engines.ours("8b", limit, *prompt) as (small, _), engines.ours("8b", None, *prompt) as (whole, _):
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keeps the models here (14 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=(*LIMITS_GB, "prefill"), default=(*LIMITS_GB, "prefill"))
+    add_shapes(parser)
     parser.add_argument("--limits", type=float, nargs="+", metavar="GB", help="of the decode settings; default all")
     wanted = parser.parse_args()
     results: Figures = {}
@@ -229,7 +230,7 @@ def main() -> None:
         return {"bench": "offload", **about, **results}
 
     with last_line(line) as report, model_folder(wanted.folder) as folder:
-        engines = Engines(folder)
+        engines = Engines(folder, wanted.large, wanted.small)
         for shape in LIMITS_GB:
             if shape in wanted.only or (shape == "8b" and "prefill" in wanted.only):
                 engines.write(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from bench.budgets import budget_bytes
 from bench.ceilings import Ceilings
 from bench.cgroup import Cgroup, drop_page_cache, limited
 from bench.cpu import DEFAULT_SHAPES, write_models
@@ -19,40 +21,52 @@ from penstock.runtime.probe import load_or_probe
 from penstock.store.pack import pack
 
 CONTEXT = 1024
+LARGE, SMALL = DEFAULT_SHAPES["8b"], DEFAULT_SHAPES["1b"]
 
 
 class Engines:
     """The models of `folder`, and how one engine after the other is started within a limit."""
 
-    config_file = DEFAULT_SHAPES["8b"]  # of what llama.cpp runs
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, large: Path = LARGE, small: Path = SMALL) -> None:
+        """`large`, `small`: config.json of other llamas in the place of "8b" and "1b"."""
         self.folder, self.cache = folder, folder / "cache"
         self.threads = host.usable_cpus()
+        self.large, self.small = large, small
+
+    @property
+    def config_file(self) -> Path:
+        """Of what llama.cpp runs."""
+        return self.large
+
+    def limit(self, shape: str, gb: float) -> int:
+        """Bytes of a budget, for shapes other than 8b and 1b as much larger or smaller as their weights are."""
+        if shape == "8b":
+            return budget_bytes(gb, self.large, LARGE, "int4")
+        return budget_bytes(gb, self.small, SMALL, "bfloat16" if shape == "1b_bf16" else "int4")
 
     def probe(self) -> None:
         """Once, outside every cgroup."""
         load_or_probe(self.cache, disk_folder=self.folder, whole=True)
 
     def packed(self, shape: str) -> Path:
-        return self.folder / ("llama-3.1-8b-int4" if shape == "8b" else "llama-3.2-1b-bfloat16")
+        return self.folder / (f"{self.large.stem}-int4" if shape == "8b" else f"{self.small.stem}-bfloat16")
 
     @property
     def gguf(self) -> Path:
-        return self.folder / "llama-3.1-8b-q4_0.gguf"
+        return self.folder / f"{self.large.stem}-q4_0.gguf"
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / "llama-3.2-1b-checkpoint"
+        return self.folder / f"{self.small.stem}-checkpoint"
 
     def write(self, shape: str) -> None:
         """Makes what is missing. Packed from the very checkpoint that the peer reads, where it reads one."""
         if shape == "8b":
-            write_models(DEFAULT_SHAPES["8b"], self.packed("8b"), self.gguf)
+            write_models(self.large, self.packed("8b"), self.gguf)
         else:
             if not self.checkpoint.exists():
                 tell(f"writing {self.checkpoint.name}")
-                checkpoints.write(DEFAULT_SHAPES["1b"], self.checkpoint)
+                checkpoints.write(self.small, self.checkpoint)
             if not self.packed(shape).exists():
                 tell(f"packing {self.packed(shape).name}")
                 pack(self.checkpoint, self.packed(shape))
@@ -98,6 +112,13 @@ def started(folder: Path, module: str, limit: int | None, *arguments: object) ->
         except BaseException:  # the bench is stopped: a pass within a small limit may take minutes more
             worker.kill()
             raise
+
+
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """Flags for other shapes than 8b and 1b."""
+    other = "config.json of a llama in place of"
+    parser.add_argument("--large", type=Path, default=LARGE, help=f"{other} 8b; its limits are as its weights are")
+    parser.add_argument("--small", type=Path, default=SMALL, help=f"{other} 1b; its limits are as its weights are")
 
 
 def tell(text: str) -> None:

@@ -31,9 +31,8 @@ from typing import Any
 
 from bench import throughput_timed
 from bench.ceilings import Ceilings
-from bench.cgroup import whole_pages
 from bench.cpu import spread
-from bench.offload_engines import tell
+from bench.offload_engines import add_shapes, tell
 from bench.peers import WorkerEnded
 from bench.report import Report, last_line, model_folder
 from bench.rounds import this_machine
@@ -62,7 +61,7 @@ class Setting:
     def __init__(self, engines: BlockEngines, name: str, steps: int = 0, without: Collection[str] = ()) -> None:
         self.engines, self.name, self.steps, self._without = engines, name, steps, without
         self.shape, gb, ask = SETTINGS[name]
-        self.limit = whole_pages(round(gb * 1e9))
+        self.limit = engines.limit(self.shape, gb)
         self.ask = Ask(**{**_fields(ask), "host_memory_bytes": self.limit, "objective": "throughput"})
         self.ceilings: Ceilings = engines.ceilings(self.shape)
         self.policies = Policies(open_packed(engines.packed(self.shape)), self.ask, _figures(engines))
@@ -252,6 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=0, help="a look: only so many decode passes, behind prompts that nobody read"
     )
+    add_shapes(parser)
     parser.add_argument("--characters", type=int, default=100_000, help="of the text for `kv`")
     wanted = parser.parse_args()
     start_s, results = time.perf_counter(), dict[str, Any]()
@@ -272,7 +272,7 @@ def measure(wanted: argparse.Namespace, without: Collection[str], report: Report
     """All parts into `results`, which has what was measured of a part that fails too."""
     errors: list[float] = []
     with model_folder(wanted.folder) as folder:
-        engines = BlockEngines(folder)
+        engines = BlockEngines(folder, wanted.large, wanted.small)
         names = [name for name in SETTINGS if name in wanted.only or (name == "1b_0.6" and "policies" in wanted.only)]
         for name in names:
             with report.part(name):

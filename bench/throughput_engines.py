@@ -14,7 +14,6 @@ from typing import Any
 
 from bench.ceilings import Ceilings, Reading
 from bench.cgroup import Cgroup
-from bench.cpu import DEFAULT_SHAPES
 from bench.offload_engines import Engines, started, tell
 from bench.peers import Worker
 from penstock import _native
@@ -57,13 +56,13 @@ class BlockEngines(Engines):
     """Shapes 8b and 1b in int4, and 1b_bf16 as its checkpoint has it."""
 
     def packed(self, shape: str) -> Path:
-        return self.folder / "llama-3.2-1b-int4" if shape == "1b" else super().packed(shape)
+        return self.folder / f"{self.small.stem}-int4" if shape == "1b" else super().packed(shape)
 
     def write(self, shape: str) -> None:
         """Makes what is missing; and of 8b the file that llama.cpp reads."""
         if shape == "1b" and not self.packed(shape).exists():
             tell(f"writing {self.packed(shape).name}")
-            synth(DEFAULT_SHAPES["1b"], self.packed(shape), parse_format("int4"))
+            synth(self.small, self.packed(shape), parse_format("int4"))
         elif shape != "1b":
             super().write(shape)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench.budgets import weights_bytes
 from bench.ceilings import Reading
+from bench.files import FileEngines
 from bench.offload import PEERS, Setting
+from bench.offload_engines import LARGE
 from bench.peers import WorkerEnded
+from bench.throughput_engines import BlockEngines
 
 FACTS = {"predicted_tokens_per_s": 2.0, "streamed_bytes": 5e8, "weight_bytes": 1e9}
 ANSWER = {"seconds": 4.0, "disk_bytes_per_token": 5e8, "exact": True, "peak_host_bytes": 7}
@@ -28,6 +34,9 @@ class _Engines:
 
     def __init__(self, alive: dict[str, int]) -> None:
         self.alive = alive
+
+    def limit(self, shape: str, gb: float) -> int:
+        return 1
 
     def ours(self, *_: object) -> Any:
         worker = SimpleNamespace(facts=FACTS, cpu_s=0.0, ask=lambda command, tokens: dict(ANSWER))
@@ -66,3 +75,18 @@ def test_a_peer_that_ends_once_has_the_other_round(capsys: pytest.CaptureFixture
     assert [row["vs_llamacpp"] for row in found["by_round"]] == [4.0, None]
     assert found["by_round"][1]["llamacpp_ended"] == "llamacpp ended with exit code -9"
     assert "llamacpp ended" in capsys.readouterr().err
+
+
+def test_other_shapes_have_names_and_budgets_of_their_own(tmp_path: Path) -> None:
+    whole = json.loads(LARGE.read_text())
+    (tmp_path / "half.json").write_text(json.dumps({**whole, "num_hidden_layers": 16}))
+    ours, other = BlockEngines(tmp_path), BlockEngines(tmp_path, large=tmp_path / "half.json")
+    assert ours.packed("8b").name == "llama-3.1-8b-int4" and ours.gguf.name == "llama-3.1-8b-q4_0.gguf"
+    assert ours.packed("1b").name == "llama-3.2-1b-int4" and ours.packed("1b_bf16").name == "llama-3.2-1b-bfloat16"
+    assert other.packed("8b").name == "half-int4" and other.config_file == tmp_path / "half.json"
+    for engines in (ours, other):
+        assert engines.limit("1b", 0.6) == 600_000_000 // 4096 * 4096
+    share = weights_bytes(tmp_path / "half.json", "int4") / weights_bytes(LARGE, "int4")
+    assert 0.5 < share < 0.6 and ours.limit("8b", 2.86) == 2_860_000_000 // 4096 * 4096
+    assert other.limit("8b", 2.86) == pytest.approx(1e8 + 2.76e9 * share, rel=1e-4)
+    assert FileEngines(tmp_path, tmp_path / "half.json", "q4_0").limit("q4_0", 2.86) == ours.limit("8b", 2.86)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from bench import experts, rounds
-from bench.experts_engines import Engines, weights_bytes
+from bench.budgets import weights_bytes
+from bench.experts_engines import Engines
 from bench.experts_rounds import COLD_TOKENS, Part, Tokens, budget, foretold_cold
 from bench.rounds import Rounds
 from penstock.planner.predict import COLD_PASSES
@@ -203,6 +204,6 @@ def test_a_smaller_shape_has_room_for_the_process_beside_it(tmp_path: Path) -> N
     config = json.loads(whole.config.read_text())
     (tmp_path / "toy.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 1000}))
     toy = Engines(tmp_path, tmp_path / "toy.json")
-    assert whole.scale == 1 and whole.limit("4.9") == 4_900_000_000 // 4096 * 4096
-    share = 4.8 / (weights_bytes(whole.config) / 1e9)
-    assert toy.limit("4.9") == pytest.approx(100e6 + share * weights_bytes(toy.config), rel=1e-3)
+    assert whole.limit("4.9") == 4_900_000_000 // 4096 * 4096
+    share = weights_bytes(toy.config, "int4") / weights_bytes(whole.config, "int4")
+    assert toy.limit("4.9") == pytest.approx(100e6 + 4.8e9 * share, rel=1e-3)
