@@ -151,7 +151,8 @@ class Setting:
         return figures
 
     def _single(self) -> Figures:
-        with self.engines.ours(self.shape, self.limit) as (worker, _):
+        """One stream by the best plan for it, with KV room for an answer of the ask, as each of the block's has."""
+        with self.engines.ours(self.shape, self.limit, "--context", self.ask.context) as (worker, _):
             worker.ask("decode", 2)
             answer = worker.ask("decode", SINGLE_TOKENS)
         return {"decode_tokens_per_s": SINGLE_TOKENS / answer["seconds"]}

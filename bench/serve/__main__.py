@@ -11,7 +11,7 @@
 `load`      requests that arrive by chance at three rates: waits for a sequence, first token and tokens/s beside those
             that a scheduler on a virtual clock foretold, and beside what `/v1/plan` said (`bench.serve.load`).
 `soak`      64 streams at a time, a tenth cut off, malformed requests between: answers that are not those of the same
-            request alone, growth of memory, sequences that were not given back.
+            request alone, growth of memory, KV pages and sequences that were not given back.
 
 All servers are processes of their own, in a cgroup where a budget is given. The clients are in this process and take
 processor time too. GB are 10^9 bytes. The last line is one JSON object with a figure of each part; what did not run is

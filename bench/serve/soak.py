@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from bench.clients import Stream, percentile, together
+from bench.clients import Server, Stream, percentile, together
 from bench.peers import PROMPT_TOKENS
 from bench.serve.models import CONTEXT, Bench, Figures
 
@@ -18,7 +18,7 @@ STREAMS, PROMPTS, TOKENS = 64, 16, 24
 def soak(bench: Bench, minutes: float) -> Iterator[Figures]:
     wrong, gaps, rss, asked, failed = 0, list[float](), list[int](), 0, list[str]()
     with bench.server("small", None, 8, CONTEXT) as server:
-        plan, whole = server.get("/v1/plan"), server.gauge("sequences_free")
+        whole = server.gauge("sequences_free")
         singles = [together(server, [s])[0] for s in bench.streams("small", PROMPTS, PROMPT_TOKENS, TOKENS)]
         rng, until_s, turn = random.Random(0), time.monotonic() + 60 * minutes, 0
         while not turn or time.monotonic() < until_s:
@@ -40,9 +40,16 @@ def soak(bench: Bench, minutes: float) -> Iterator[Figures]:
             asked, turn = asked + len(made), turn + 1
             yield _figures(asked, wrong, failed, rss, gaps)
         server.settle()
-        free = server.gauge("sequences_free")
-    pages = -(-CONTEXT // plan["plan"]["page_tokens"])
-    yield {**_figures(asked, wrong, failed, rss, gaps), "pages_leaked": int(whole - free) * pages}
+        yield {**_figures(asked, wrong, failed, rss, gaps), **_left(server, whole)}
+
+
+def _left(server: Server, whole: float) -> Figures:
+    """What requests still have when none is there: KV pages, by the server's own count of those that are neither free
+    nor kept for prompts, and sequences, of which there were `whole`."""
+    return {
+        "pages_leaked": int(server.gauge("kv_pages_had")),
+        "sequences_leaked": int(whole - server.gauge("sequences_free")),
+    }
 
 
 def _figures(asked: int, wrong: int, failed: list[str], rss: list[int], gaps: list[float]) -> Figures:

@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from bench.clients import medians
 from bench.report import Report, Stopped
 from bench.serve import __main__ as bench
 from bench.serve.models import Figures, in_turns, over
+from bench.serve.soak import _left
 
 
 def part(*yielded: Figures, then: BaseException | None = None) -> Callable[[], Iterator[Figures]]:
@@ -92,3 +95,11 @@ def test_all_keys_come_where_there_is_no_model(
     assert json.loads(last) == {**dict.fromkeys(bench.NAMES), "failed": failed}
     assert failed.keys() == set(only) < json.loads(whole).keys()
     assert all("missing.json" in str(why) for why in failed.values())
+
+
+def test_pages_that_leak_are_counted_by_the_server() -> None:
+    """Though every sequence was given back."""
+    gauges = {"sequences_free": 8.0, "kv_pages_had": 3.0}
+    server: Any = SimpleNamespace(gauge=gauges.__getitem__)
+    assert _left(server, 8.0) == {"pages_leaked": 3, "sequences_leaked": 0}
+    assert _left(server, 9.0)["sequences_leaked"] == 1
