@@ -67,7 +67,7 @@ def measure(folder: Path, tokens: int) -> dict[str, Any]:
         "peak_host_bytes": run["peak_host_bytes"],
         "within_limit": run["peak_host_bytes"] <= LIMIT_BYTES,
         "planned_share_of_limit": used / LIMIT_BYTES,
-        "ring_bytes": plan["ring_bytes"]["host"],
+        "ring_bytes": plan["ring_bytes"].get("host", 0),
         "disk_bytes_per_token": run["disk_bytes_per_token"],
         "streamed_bytes": streamed,
         "disk_bytes_exact": run["disk_bytes_per_token"] == streamed,
