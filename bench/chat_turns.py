@@ -64,12 +64,13 @@ def attention_flops(spec: ModelSpec, turn: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
+    parser.add_argument("--config", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of another shape")
     parser.add_argument("--rounds", type=int, default=3)
     wanted = parser.parse_args()
     with model_folder(wanted.folder) as folder:
-        model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
+        model = folder / f"{wanted.config.stem}-int4"
         if not model.exists():
-            synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
+            synth(wanted.config, model, parse_format("int4"))
         ask = Ask(prompt_tokens=NEW, output_tokens=ANSWER, context=CONTEXT)
         before = ceilings_apart(usable_cpus(), None)
         engine = Engine.load(model, ask, Loading(cache=model.parent / "cache"))

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.cpu import DEFAULT_SHAPES
-from bench.offload_engines import tell
+from bench.offload_engines import add_shapes, tell
 from bench.peers import token_ids
 from bench.report import last_line, model_folder
 from penstock.planner.bound import score_s
@@ -135,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (5 GB); default a temporary folder")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    add_shapes(parser)
     wanted = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -145,10 +145,11 @@ def main() -> None:
     with last_line(line) as report, model_folder(wanted.folder) as folder:
         machine = probe_apart(folder, formats=("int4",), kv_formats=("float16",))
         for shape, share, ask in SETTINGS:
-            model = folder / f"{DEFAULT_SHAPES[shape].stem}-int4"
+            config = wanted.large if shape == "8b" else wanted.small
+            model = folder / f"{config.stem}-int4"
             if not model.exists():
                 tell(f"writing {model.name}")
-                synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
+                synth(config, model, parse_format("int4"))
             name = f"{model.name}, {share:.0%} in RAM, {ask.prompt_tokens} + {ask.output_tokens} × {ask.batch}"
             tell(name)
             with report.part(name):

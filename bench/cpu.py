@@ -225,7 +225,8 @@ def measure_last(
             results[f"attention_{tokens // 1024}k"] = attention(model, tokens, context, rounds, ceilings)
 
 
-def _shape(text: str) -> tuple[str, Path]:
+def named_shape(text: str) -> tuple[str, Path]:
+    """(name, config.json) of "1b", "8b", or NAME=CONFIG.JSON, for a flag. Raises argparse.ArgumentTypeError."""
     name, _, path = text.partition("=")
     if not path and name not in DEFAULT_SHAPES:
         raise argparse.ArgumentTypeError(f"{text!r} is neither {' nor '.join(DEFAULT_SHAPES)} nor NAME=CONFIG.JSON")
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=("engines", "isa", "attention"), nargs="+", default=["engines", "isa", "attention"]
     )
-    parser.add_argument("--shapes", type=_shape, nargs="+", metavar="NAME[=CONFIG.JSON]", help="default 1b 8b")
+    parser.add_argument("--shapes", type=named_shape, nargs="+", metavar="NAME[=CONFIG.JSON]", help="default 1b 8b")
     wanted = parser.parse_args()
     if wanted.rounds < LEAST_ROUNDS:
         print(f"{wanted.rounds} rounds are fewer than {LEAST_ROUNDS}: good for a look, not for a figure")

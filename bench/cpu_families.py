@@ -38,6 +38,8 @@ def families(
 ) -> Figures:
     """By family: medians over `rounds` of prompts of 512 tokens, decodes of `tokens` tokens, and four sequences."""
     found: Figures = {}
+    if not AVX2_PEER.is_dir():
+        print(f"there is no {AVX2_PEER}, which `make bench-cpu` builds: prefill_vs_llamacpp_avx2 is null", flush=True)
     for isa in (isa for isa in cpu.available() if isa != "portable"):
         same = ("--threads", reads.threads, "--context", context)
         ours = Worker("bench.peers.ours", model, *same, "--isa", isa)

@@ -115,10 +115,9 @@ def started(folder: Path, module: str, limit: int | None, *arguments: object) ->
 
 
 def add_shapes(parser: argparse.ArgumentParser) -> None:
-    """Flags for other shapes than 8b and 1b."""
-    other = "config.json of a llama in place of"
-    parser.add_argument("--large", type=Path, default=LARGE, help=f"{other} 8b; its limits are as its weights are")
-    parser.add_argument("--small", type=Path, default=SMALL, help=f"{other} 1b; its limits are as its weights are")
+    """Flags for other shapes than 8b and 1b. Limits are as much larger or smaller as their weights are."""
+    parser.add_argument("--large", type=Path, default=LARGE, help="config.json of a llama in the place of 8b")
+    parser.add_argument("--small", type=Path, default=SMALL, help="config.json of a llama in the place of 1b")
 
 
 def tell(text: str) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import predict_quick
-from bench.cpu import DEFAULT_SHAPES
+from bench.cpu import DEFAULT_SHAPES, named_shape
 from bench.offload_engines import tell
 from bench.peers import token_ids
 from bench.predict_quick import Hasty, keep_machine, kept_machine, renewed_fields
@@ -108,7 +108,8 @@ class Machine:
 def solved(model: Path, share: float, prompt: int, batch: int, tokens: int, machine: MachineSpec) -> tuple[Solved, Ask]:
     """A plan for so much memory that about `share` of the weights stays."""
     packed = open_packed(model)
-    ask = Ask(prompt_tokens=prompt, output_tokens=tokens, batch=batch, context=CONTEXT)
+    context = max(CONTEXT, prompt + MOST_TOKENS)
+    ask = Ask(prompt_tokens=prompt, output_tokens=tokens, batch=batch, context=context)
     roomy = replace(machine, tiers=tuple(replace(t, bytes=1 << 50) for t in machine.tiers))
     whole = solve(ask, packed.spec, packed.weights, roomy)
     assert all(unit.home == "host" for unit in whole.plan.units)
@@ -266,7 +267,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         ("ttft_s", "first token, s (of the whole batch)"),
     )
     for axis, (name, title) in zip(axes, sides, strict=True):
-        for shape, marker in (("1b", "o"), ("8b", "s")):
+        for shape, marker in zip(dict.fromkeys(row["shape"] for row in rows), "os^vD", strict=False):
             for share, color in zip(SHARES, ("#1b6ca8", "#2a9d5c", "#e0a030", "#c8413b"), strict=True):
                 chosen = [row for row in rows if row["shape"] == shape and row["share"] == share]
                 if chosen:
@@ -289,7 +290,7 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="keeps the models here (5 GB); default a temporary folder")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(DEFAULT_SHAPES), default=sorted(DEFAULT_SHAPES))
+    parser.add_argument("--shapes", type=named_shape, nargs="+", metavar="NAME[=CONFIG.JSON]", help="default 1b 8b")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
@@ -307,11 +308,12 @@ def main() -> None:
         parser.error("--resume needs --rows and --folder")
     if wanted.rows and wanted.rows.exists() and not wanted.resume:
         parser.error(f"{wanted.rows} is there already; --resume counts its rows")
+    shapes = dict(wanted.shapes or DEFAULT_SHAPES)
     about = about_of(wanted)
     known = known_rows(wanted.rows, about) if wanted.resume else []
     start_s = time.perf_counter()
     kept: Rows = {}
-    settings = list(product(wanted.shapes, wanted.shares, wanted.prompts, wanted.batches))
+    settings = list(product(shapes, wanted.shares, wanted.prompts, wanted.batches))
 
     def last() -> dict[str, Any]:
         rows = [kept[setting] for setting in settings if setting in kept]
@@ -321,11 +323,11 @@ def main() -> None:
                 "rows": rows}  # fmt: skip
 
     with last_line(last) as report, model_folder(wanted.folder) as folder:
-        models = {shape: folder / f"{DEFAULT_SHAPES[shape].stem}-int4" for shape in wanted.shapes}
+        models = {shape: folder / f"{config.stem}-int4" for shape, config in shapes.items()}
         for shape, model in models.items():
             if not model.exists():
                 tell(f"writing {model.name}")
-                synth(DEFAULT_SHAPES[shape], model, parse_format("int4"))
+                synth(shapes[shape], model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file:
             machine = Machine(folder, file, about, wanted.readings, wanted.probe == "once", wanted.resume)
@@ -356,7 +358,7 @@ def about_of(wanted: argparse.Namespace) -> dict[str, Any]:
     """What rows and probes that are kept have in common: one bench goes on with those of the same alone."""
     return {
         "bench": "predict",
-        "configs": {shape: checksum(config) for shape, config in DEFAULT_SHAPES.items()},
+        "configs": {shape: checksum(config) for shape, config in (DEFAULT_SHAPES | dict(wanted.shapes or ())).items()},
         "tokens": {"context": CONTEXT, "least": LEAST_TOKENS, "most": MOST_TOKENS},
         "probe": wanted.probe,
         "readings": wanted.readings,

@@ -79,6 +79,7 @@ def main() -> None:
     names = [*RUNS, *READS, *WAITS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the model here (0.7 GB); default a temporary folder")
+    parser.add_argument("--config", type=Path, default=DEFAULT_SHAPES["1b"], help="config.json of another shape")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, help=f"default {tables.Scale.rounds}")
     parser.add_argument("--quick", action="store_true", help="few tokens, one round, no probe: to see that it runs")
@@ -98,10 +99,10 @@ def main() -> None:
         return {"bench": "pipo", "machine": about, **took, **results}
 
     with last_line(line) as report, model_folder(wanted.folder) as folder:
-        model = folder / f"{DEFAULT_SHAPES['1b'].stem}-int4"
+        model = folder / f"{wanted.config.stem}-int4"
         if not model.exists():
             tell(f"writing {model.name}")
-            synth(DEFAULT_SHAPES["1b"], model, parse_format("int4"))
+            synth(wanted.config, model, parse_format("int4"))
         os.sync()
         with probe_file(folder) as file, tempfile.TemporaryDirectory(dir=folder, prefix="pipo-") as scratch:
             machine = Machine(folder, file, {"bench": "pipo"})

@@ -137,11 +137,15 @@ def test_probes_are_taken_back_for_the_same_bench_alone(tmp_path: Path) -> None:
 
 
 def test_what_rows_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = argparse.Namespace(probe="each", readings=5, repeat_seconds=12.0)
+    wanted = argparse.Namespace(probe="each", readings=5, repeat_seconds=12.0, shapes=None)
     about = predict.about_of(wanted)
     assert json.loads(json.dumps(about)) == about == predict.about_of(wanted)
     wanted.probe = "once"
     assert predict.about_of(wanted) != about
-    wanted.probe = "each"
+    wanted.probe, wanted.shapes = "each", [("1b", predict.DEFAULT_SHAPES["1b"])]
+    assert predict.about_of(wanted) == about  # parts may have fewer shapes
+    wanted.shapes = [("1b", predict.DEFAULT_SHAPES["8b"])]
+    assert predict.about_of(wanted) != about
+    wanted.shapes = None
     monkeypatch.setattr(predict, "build", lambda: 1)
     assert predict.about_of(wanted) != about
