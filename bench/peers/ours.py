@@ -143,12 +143,14 @@ class Ours:
 
 class Attention:
     """The attention of a decode step in a long context, without the prefill of minutes that would fill its cache: the
-    calls of a real plan on a cache of random numbers, every layer its own, so that no cache holds what is read."""
+    calls of a real plan on a cache of random numbers, every layer its own, so that no cache holds what is read. The
+    context may be longer than the model's."""
 
     def __init__(
         self, spec: ModelSpec, weights: Format, threads: int, tokens: int, kv: str, isa: str | None
     ) -> None:  # fmt: skip
         self.tokens = tokens
+        spec = replace(spec, max_positions=max(spec.max_positions, tokens))
         plan = resident_plan(Ask(context=tokens, prompt_tokens=tokens - 1, output_tokens=1, kv=kv), spec, weights)
         plan = replace(plan, arenas=tuple(arena for arena in plan.arenas if arena.name != "host.weights"))
         self._arenas = arenas = Arenas(plan)
