@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from penstock.spec.model import ModelSpec
 from penstock.store import cache, copies
 from penstock.store.copies import Origin, Record
 from penstock.store.identity import Stamp, find_same, stamps, unchanged
-from penstock.store.locks import FolderLock
+from penstock.store.locks import FolderLock, lock_folder
 from penstock.store.own import own_format
 from penstock.store.pack import pack
 from penstock.store.packed import read_config
@@ -65,8 +65,9 @@ class Cached:
         return held
 
     def hold_or_open(self) -> tuple[Path, FolderLock] | Unpacked:
-        """As `hold`, but where there is no copy yet the checkpoint itself, to be loaded without one, if nothing stands
-        in the way of writing the copy later by `write`. Its tokenizer was not tried then. Raises as `hold`."""
+        """As `hold`, but where there is no whole copy yet the checkpoint itself, to be loaded without one. The copy is
+        written later, by `write`, or none is where the disk has no room for one (`Unpacked.no_copy`). Its tokenizer was
+        not tried then. Raises as `hold`."""
         return self._hold(lambda now: self._open(now) or self._make(now))
 
     def _hold(self, make: Callable[[dict[str, Stamp]], Path | Unpacked]) -> tuple[Path, FolderLock] | Unpacked:
@@ -161,9 +162,8 @@ class Cached:
         )
 
     def _open(self, now: dict[str, Stamp]) -> Unpacked | None:
-        """The checkpoint, open to be loaded, with room in the cache for its copy. None where the copy was begun, or is
-        being written, or cannot be written as things are: packing then goes on with it, waits, makes room, or says what
-        is wrong. Raises as `pack`."""
+        """The checkpoint, open to be loaded. None where another process is writing its copy, or where a copy would be
+        beyond the limit of the cache: packing then waits, makes room, or says what is wrong. Raises as `pack`."""
         with ExitStack() as opened:
             try:
                 unpacked = Unpacked.open(self.checkpoint, self.weights, now)
@@ -171,22 +171,25 @@ class Cached:
                 return None
             opened.callback(unpacked.close)
             folder = self._place(now, unpacked.job.weights)
-            if os.path.lexists(folder) or os.path.lexists(partial_of(folder)):
+            if os.path.lexists(folder) or not _is_idle(partial_of(folder)):
                 return None
             if self.limit_bytes is not None:
                 kept_bytes = sum(entry.nbytes for entry in cache.entries(self.models) if cache.is_ours(entry))
                 if kept_bytes + unpacked.copy_bytes > self.limit_bytes:  # packing makes room, or refuses
                     return None
-            if not _has_room(self.models, unpacked.copy_bytes):
-                return None
+            unpacked = replace(unpacked, no_copy=_no_room(folder, unpacked.copy_bytes))
             opened.pop_all()
         return unpacked
 
     def say_writing(self, unpacked: Unpacked) -> None:
-        """Tells what `write` will write, before the weights are loaded."""
+        """Tells what `write` will write, or why there will be no copy, before the weights are loaded."""
+        if unpacked.no_copy:
+            self._say(f"keeps no packed copy, so each start reads the checkpoint: {unpacked.no_copy}", loud=True)
+            return
         folder = self._place(unpacked.stamps, unpacked.job.weights)
         free = format_bytes(free_bytes(_there(folder)))
-        self._say(f"writes {format_bytes(unpacked.copy_bytes)} to {folder} when it is loaded, {free} free")
+        missing = format_bytes(_missing_bytes(folder, unpacked.copy_bytes))
+        self._say(f"writes {missing} to {folder} when it is loaded, {free} free")
 
     def write(self, unpacked: Unpacked, fill: Fill) -> Path:
         """Writes the copy of a checkpoint that was loaded without one, unless another process has made it meanwhile,
@@ -274,10 +277,34 @@ class Cached:
             warnings.warn(text, stacklevel=2)
 
 
-def _has_room(models: Path, nbytes: int) -> bool:
-    """Whether so many bytes may be written to a folder, which may not be there yet."""
-    there = _there(models)
-    return os.access(there, os.W_OK | os.X_OK) and nbytes <= free_bytes(there)
+def _no_room(folder: Path, nbytes: int) -> str:
+    """Why a copy of so many bytes cannot be made in a folder, which is not there yet; "" where it can."""
+    there, need = _there(folder.parent), _missing_bytes(folder, nbytes)
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written to"
+    have = free_bytes(there)
+    return "" if need <= have else f"{there} needs {format_bytes(need)}, {format_bytes(have)} are free"
+
+
+def _missing_bytes(folder: Path, nbytes: int) -> int:
+    """What a copy of so many bytes still takes where it was begun, whole shards of which stay."""
+    there = 0
+    with suppress(OSError):  # another process may be done with it, or remove it
+        there = sum(file.stat().st_size for file in partial_of(folder).glob("model-*") if file.suffix != ".tmp")
+    return max(0, nbytes - there)
+
+
+def _is_idle(partial: Path) -> bool:
+    """Whether a folder in which a copy was begun is there no more, or no process is at it. What else stands in its
+    place is for packing to complain of."""
+    if not os.path.lexists(partial):
+        return True
+    if partial.is_symlink() or not partial.is_dir() or not os.access(partial, os.R_OK | os.W_OK | os.X_OK):
+        return False
+    lock = lock_folder(partial, exclusive=True, wait=False)
+    if lock is not None:
+        lock.close()
+    return lock is not None
 
 
 def _there(folder: Path) -> Path:

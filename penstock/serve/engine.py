@@ -83,8 +83,8 @@ class Engine:
     def open(cls, source: Source, ask: Ask, how: Loading, on_progress: Progress | None = None) -> Engine:
         """Loads the model that `serve.source.resolve` found, and holds it until `close`. A copy in the cache that
         loading finds damaged is packed again and loaded. One that a pass finds damaged is packed again when it is next
-        opened. A checkpoint without a copy is loaded as it is where its weights stay in RAM, for `write_copy`; else it
-        is packed first. Raises as `load`."""
+        opened. A checkpoint without a copy is loaded as it is where its weights stay in RAM, for `write_copy`, also
+        where the disk has no room for a copy; else it is packed first. Raises as `load`."""
         how = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
         if source.to_write is not None:
             with source.naming():
@@ -122,7 +122,8 @@ class Engine:
                 on_progress(why_not, 0, 0)
             return None
         source.say_writing(on_progress)
-        why = ("weights come from the checkpoint itself, which has no packed copy yet: it is written after that",)
+        copy = f"none is kept: {unpacked.no_copy}" if unpacked.no_copy else "it is written after that"
+        why = (f"weights come from the checkpoint itself, which has no packed copy yet: {copy}",)
         engine = cls._loaded(unpacked.model, within, on_progress, unpacked.fill, why)
         unpacked.forget()
         engine._source = source
@@ -151,15 +152,17 @@ class Engine:
 
     @property
     def lacks_copy(self) -> bool:
-        """Whether the checkpoint was loaded without a packed copy, and none was written since."""
-        return self._source is not None and self._source.to_write is not None
+        """Whether the checkpoint was loaded without a packed copy, and one can be written that was not since."""
+        unpacked = None if self._source is None else self._source.to_write
+        return unpacked is not None and not unpacked.no_copy
 
     def write_copy(self, on_progress: Progress | None = None) -> None:
         """Writes the packed copy of a checkpoint that was loaded without one, out of memory, and holds it as one that
-        was found. Does nothing where there is one. Meanwhile others may ask. A call that is broken off leaves no copy.
-        Raises StorageFailed; BrokenModel where the checkpoint has changed; BadRequest after `close`."""
+        was found. Does nothing where there is one, or no room for one. Meanwhile others may ask. A call that is broken
+        off leaves whole shards, or no copy. Raises StorageFailed; BrokenModel where the checkpoint has changed;
+        BadRequest after `close`."""
         with self._copying:
-            if self._source is not None and self._source.to_write is not None:
+            if self._source is not None and self.lacks_copy:
                 self._source = self._source.written(self.session.loaded_granules(), on_progress)
 
     def begin_copy(self, failed: Callable[[str], None], on_progress: Progress | None = None) -> None:

@@ -27,7 +27,7 @@ class Unpacked:
     """An open checkpoint, and the model that packing would make of it. `fill` makes granules (`store.writer.Fill`).
 
     `model`: has no files, and its folder holds the small files that the copy will have. `stamps`: of the checkpoint's
-    files when it was opened.
+    files when it was opened. `no_copy`: why no copy of it can be written; "" where one can.
     """
 
     job: Packing
@@ -36,6 +36,7 @@ class Unpacked:
     stamps: dict[str, Stamp]
     _reading: ExitStack = field(repr=False)
     _opened: ExitStack = field(repr=False)
+    no_copy: str = ""
 
     @classmethod
     def open(cls, src: Path, weights: Format | None, stamps: dict[str, Stamp]) -> Unpacked:

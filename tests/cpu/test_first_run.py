@@ -25,11 +25,13 @@ from penstock.spec.places import HOST
 from penstock.store import copies
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.identity import stamps
+from penstock.store.locks import lock_folder
 from penstock.store.manifest import RECORD
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from penstock.store.unpacked import Unpacked
 from penstock.store.verify import verify
+from penstock.store.writer import write_packed
 from tests.cpu import quantised
 from tests.cpu.cached_copies import Ears, names, resolved
 from tests.cpu.checkpoints import folder_bytes, save_checkpoint, save_tokenizer
@@ -203,26 +205,95 @@ def test_memory_stays_within_what_was_promised(tmp_path: Path) -> None:
     assert peak <= promised
 
 
-def test_a_copy_that_was_begun_is_packed_on(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
+def test_a_copy_that_was_begun_is_written_on_after_the_answer(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards that a process before has completed stay as they are."""
+
+    def in_small_shards(*given: Any, **named: Any) -> Path:
+        return write_packed(*given[:7], 64 << 10, *given[8:], **named)
+
+    monkeypatch.setattr("penstock.store.packing.write_packed", in_small_shards)
+    whole, _ = resolved(checkpoint, tmp_path / "other")
+
+    def breaks_off(what: str, done: int, total: int) -> None:
+        if total and done > total // 2:
+            raise KeyboardInterrupt
+
+    source = resolve(str(checkpoint), weights=None, cache=tmp_path, unpacked=True)
+    with closing(engine_of(source)) as engine, pytest.raises(KeyboardInterrupt):
+        engine.write_copy(breaks_off)
+    (partial,) = (tmp_path / "models").iterdir()
+    begun = {file.name: file.stat().st_mtime_ns for file in partial.glob("model-*")}
+    assert partial.suffix == ".partial" and begun
+    ears = Ears()
+    source = resolve(str(checkpoint), weights=None, cache=tmp_path, on_progress=ears, unpacked=True)
+    assert source.to_write is not None
+    with closing(engine_of(source, ears)) as engine:
+        assert not engine.packed.files and engine.generate_ids(PROMPT, GREEDY)
+        assert partial.exists() and not ears.work & {"writing", "packing"}
+        engine.write_copy()
+    copy = partial.with_suffix("")
+    assert {name: (copy / name).stat().st_mtime_ns for name in begun} == begun
+    assert names(tmp_path) == [copy.name] == [whole.name]
+    for file in whole.glob("model-*"):
+        assert (copy / file.name).read_bytes() == file.read_bytes()
+    verify(copy)
+
+
+def test_a_copy_that_another_process_writes_is_waited_for(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = resolved(checkpoint, tmp_path / "other")
-    (tmp_path / "models" / f"{folder.name}.partial").mkdir()
-    source = resolve(str(checkpoint), weights=None, cache=tmp_path, on_progress=Ears(), unpacked=True)
-    with closing(source):
+    (partial := tmp_path / "models" / f"{folder.name}.partial").mkdir(parents=True)
+    lock = lock_folder(partial, exclusive=True, wait=False)
+    assert lock is not None
+    monkeypatch.setattr("penstock.store.writer._POLL_S", 0.01)
+
+    def heard(what: str, done: int, total: int) -> None:
+        if "waiting" in what:
+            lock.close()  # it has ended early
+
+    with closing(resolve(str(checkpoint), weights=None, cache=tmp_path, on_progress=heard, unpacked=True)) as source:
         assert source.to_write is None and source.folder.name == folder.name
+
+
+NO_ROOM = "keeps no packed copy, so each start reads the checkpoint: "
 
 
 @pytest.mark.parametrize("what", ["full", "read-only"])
 def test_a_disk_without_room(checkpoint: Path, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing says so, before anything is loaded."""
+    """The model answers, and keeps no copy. Weights that stream want one, and are refused before anything is loaded."""
+    ids = first_run(checkpoint, tmp_path / "other")[0]
+    cache, ears = tmp_path / "cache", Ears()
     if what == "full":
         monkeypatch.setattr(cached, "free_bytes", lambda _: 1000)
         monkeypatch.setattr("penstock.store.writer.free_bytes", lambda _: 1000)
-        with pytest.raises(StorageFailed, match="the disk is too full"):
-            resolve(str(checkpoint), weights=None, cache=tmp_path, on_progress=Ears(), unpacked=True)
     else:
         monkeypatch.setattr("os.access", lambda *_: False)
-        with closing(
-            resolve(str(checkpoint), weights=None, cache=tmp_path, on_progress=Ears(), unpacked=True)
-        ) as found:
-            assert found.to_write is None
+    source = resolve(str(checkpoint), weights=None, cache=cache, on_progress=ears, unpacked=True)
+    with closing(engine_of(source, ears)) as engine:
+        (said,) = [news for news in ears.news if news.startswith(NO_ROOM)]
+        assert said.endswith("needs 733 KiB, 1000 B are free" if what == "full" else "cannot be written to"), said
+        assert any("no packed copy yet: none is kept" in reason for reason in engine.solved.reasons)
+        assert engine.generate_ids(PROMPT, GREEDY) == ids
+        assert not engine.lacks_copy
+        engine.write_copy()
+        engine.begin_copy(pytest.fail)
+    assert not ears.work & {"writing", "packing"} and not cache.exists()
+    if what == "full":
+        source = resolve(str(checkpoint), weights=None, cache=cache, on_progress=ears, unpacked=True)
+        with closing(source), pytest.raises(StorageFailed, match=r"the disk is too full: .* needs .* are free"):
+            engine_of(source, ears, resident_bytes=100_000)
+
+
+def test_the_command_answers_on_a_full_disk(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "free_bytes", lambda _: 1000)
+    cache = machine_cache(tmp_path / "cache")
+    done = here(capsys, "run", checkpoint, "abc", "--cache", cache, "--max-tokens", "2", "--json")
+    assert done.code == 0 and "error" not in done.report
+    (said,) = [line for line in done.err.splitlines() if NO_ROOM in line]
+    assert "1000 B are free" in said and "not written" not in done.err
+    assert names(cache) == []
