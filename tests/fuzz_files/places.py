@@ -104,15 +104,18 @@ def given(name: str) -> Placing:
     """A file that a flag names, beside the packed model that the seed's name says."""
 
     def place(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
-        put_all(place.model, world.packed_experts if "experts" in seed.path.name else world.packed)
+        put_all(place.model, world.packed_of(seed))
         return put(place.given / name, content)
 
     return place
 
 
 def as_the_profile(rng: random.Random, world: World, place: Place, seed: Seed, content: bytes) -> Path:
-    """Beside the packed weights of the model with experts."""
-    put_all(place.model, world.packed_experts)
+    """Beside the packed weights of a model that has what is told: levels, neurons that fire, or routers."""
+    if seed.kind == "levels":
+        put_all(place.model, world.packed)
+    else:
+        put_all(place.model, world.packed_neurons if "neurons" in seed.path.name else world.packed_experts)
     return put(place.model / profile_file.FILE, content)
 
 

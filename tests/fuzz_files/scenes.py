@@ -43,6 +43,7 @@ _ASK = (
     ("--kv", "int4"), ("--kv", "int8"), ("--kv-home", "disk"), ("--batch", "3"), ("--context", "32"),
     ("--context", "1"), ("--device", "none"), ("--device", "emulated"), ("--objective", "throughput"),
     ("--device", "emulated", "--device-memory", "1MiB"), ("--prompt-tokens", "40"), ("--output-tokens", "9"),
+    ("--sparsity", "off"), ("--sparsity", "threshold"), ("--sparsity", "predict"),
 )  # fmt: skip
 _FORMATS = (("--weights", "int4"), ("--weights", "int8"), ("--weights", "float32"), ("--weights", "float16"))
 _SAMPLING = (
@@ -132,7 +133,16 @@ SCENES: dict[str, Scene] = {
     ),
     "plan": Scene((given("plan.json"),), ((*_RUN, "--plan", "{file}"), (*_EVAL, "--plan", "{file}"))),
     "profile": Scene((as_the_profile,), (_PLAN, _RUN, ("plan", "{model}", "--resident", "0", "--json"))),
-    "answers": Scene((given("answers.json"),), (("plan", "{model}", "--answers", "{file}", "--json"),)),
+    "levels": Scene(
+        (as_the_profile,), ((*_PLAN, "--sparsity", "threshold"), (*_RUN, "--sparsity", "threshold"), _PLAN, _RUN)
+    ),
+    "answers": Scene(
+        (given("answers.json"),),
+        (
+            ("plan", "{model}", "--answers", "{file}", "--json"),
+            ("plan", "{model}", "--resident", "0", "--answers", "{file}", "--json"),
+        ),
+    ),
     "history": Scene((as_the_history,), (_PLAN, ("bench", "--calibrate", "--json"), (*_RUN, "--max-tokens", "9"))),
     "text": Scene((given("text.txt"),), (_EVAL, ("run", "{model}", "--max-tokens", "2", "--raw", "--json"))),
 }

@@ -51,6 +51,18 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 6,
     "shared_expert_intermediate_size": 4,
 }
+# A checkpoint whose neurons fire or do not, with a granule of them that is not full.
+RELU: dict[str, Any] = {
+    "model_type": "opt",
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "ffn_dim": 70,
+    "vocab_size": 264,
+    "max_position_embeddings": 512,
+    "activation_function": "relu",
+    "torch_dtype": "bfloat16",
+}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -171,12 +183,24 @@ class World:
         """The checkpoint with experts, packed in int4."""
         return self.packed_from(self.experts)
 
-    def packed_from(self, files: Files) -> Files:
+    @cached_property
+    def packed_neurons(self) -> Files:
+        """The checkpoint whose neurons fire or do not, packed in int4 neuron by neuron."""
+        return self.packed_from(self.checkpoint(json.dumps(RELU).encode()), "int4-neurons")
+
+    def packed_of(self, seed: Seed) -> Files:
+        """The packed model that a seed's name says."""
+        name = seed.path.name
+        if "neurons" in name:
+            return self.packed_neurons
+        return self.packed_experts if "experts" in name else self.packed
+
+    def packed_from(self, files: Files, weights: str = "int4") -> Files:
         source, target = self._folder / "source", self._folder / "packed"
         for folder in (source, target):
             shutil.rmtree(folder, ignore_errors=True)
         put_all(source, files)
-        code = self._run(["pack", str(source), str(target), "--weights", "int4"])
+        code = self._run(["pack", str(source), str(target), "--weights", weights])
         assert code == 0, f"packing the honest checkpoint ended with {code}"
         return {str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()}
 

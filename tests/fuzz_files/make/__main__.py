@@ -32,6 +32,7 @@ def main() -> None:
         _write("history", kept.histories())
         _write("answers", kept.answers())
         _write("profile", kept.profiles())
+        _write("levels", kept.levels())
         _write("plan", kept.plans(world, scratch / "plans"))
         _write("resume", kept.resumes(world, scratch / "resumes"))  # last: it starts threads
     finally:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from array import array
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from zlib import compress
 
 import penstock
 from penstock.cli.main import main
@@ -20,11 +23,12 @@ from penstock.spec import answers as answers_format
 from penstock.spec import machine as machines
 from penstock.spec import plan as plan_files
 from penstock.spec import profile as profile_format
+from penstock.spec.live_sets import LiveSets, row_bytes
 from penstock.spec.machine import Capacity, MachineSpec, Rate, Reads, Sharing
-from penstock.spec.profile import Counting, Profile
+from penstock.spec.profile import Counting, FiringCounts, LayerLevel, Profile
 from penstock.store import writer
 from penstock.store.manifest import seal
-from tests.fuzz_files.world import MOE, Files, World, put_all
+from tests.fuzz_files.world import MOE, RELU, Files, World, put_all
 
 _FLOPS = 2e-11
 _RATES = (
@@ -243,6 +247,7 @@ def answers() -> Files:
         "bad-experts-few": {**good, "layers": [[], [[1]]]},
         "bad-experts-version": {**good, "schema": "penstock.answers/7"},
         "bad-experts-layers": {**good, "layers": [[]] * 1000},
+        **_answers_of_neurons(),
     }
     return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
 
@@ -277,6 +282,81 @@ def profiles() -> Files:
         "bad-expert-twice": changed(trace=[[1, 1]]),
         "bad-long-trace": changed(trace=layer["trace"] * 100),
         "bad-text": changed(trace="trace"),
+        **_profiles_of_neurons(),
+    }
+    return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
+
+
+def _answers_of_neurons() -> dict[str, Any]:
+    """What `run --record` kept of the model whose neurons fire or do not, by the names of the seeds."""
+    neurons = RELU["ffn_dim"]
+    rows = [sum(1 << n for n in range(i, neurons, 3)).to_bytes(row_bytes(neurons), "little") for i in range(4)]
+    live = tuple(LiveSets.of(layer, neurons, rows) for layer in range(RELU["num_hidden_layers"]))
+    good = json.loads(answers_format.dumps(answers_format.RouterAnswers("m", ((), ()), live=live)))
+
+    def changed(**changes: Any) -> dict[str, Any]:
+        return {**good, "live": [{**good["live"][0], **changes}, *good["live"][1:]]}
+
+    none, all_bits, huge = (b64encode(compress(raw)).decode() for raw in (b"", b"\xff" * 36, bytes(1 << 20)))
+    return {
+        "good-neurons-four-tokens": good,
+        "odd-neurons-foretold": {**good, "foretold": True},
+        "bad-neurons-layer": changed(layer=1),
+        "bad-neurons-others": changed(neurons=8),
+        "bad-neurons-tokens": changed(tokens=3),
+        "bad-neurons-tokens-far": changed(tokens=2**62),
+        "bad-neurons-tokens-negative": changed(tokens=-1),
+        "bad-neurons-no-base64": changed(sets="=neurons="),
+        "bad-neurons-none": changed(sets=none),
+        "bad-neurons-beyond": changed(sets=all_bits),
+        "bad-neurons-huge": changed(sets=huge),
+        "bad-neurons-one-layer": {**good, "live": good["live"][:1]},
+    }
+
+
+def _profiles_of_neurons() -> dict[str, Any]:
+    """What the neurons of that model did with a text, by the names of the seeds."""
+    neurons = RELU["ffn_dim"]
+    shares = tuple(round(0.1 + 0.05 * i, 2) for i in range(len(profile_format.FIRED_TOGETHER)))
+    counted = b64encode(array("I", (n % 13 for n in range(neurons))).tobytes()).decode()
+    layers = tuple(FiringCounts(layer, neurons, counted, shares) for layer in range(RELU["num_hidden_layers"]))
+    good = json.loads(profile_format.dumps(Profile("a text", "0" * 64, 12, (), layers)))
+
+    def changed(**changes: Any) -> dict[str, Any]:
+        return {**good, "neurons": [{**good["neurons"][0], **changes}, *good["neurons"][1:]]}
+
+    return {
+        "good-neurons": good,
+        "odd-neurons-never": changed(counts=b64encode(bytes(4 * neurons)).decode(), fired=[0.0] * len(shares)),
+        "bad-neurons-counts-far": {**good, "tokens": 3},
+        "bad-neurons-counts-few": changed(counts=counted[:-8]),
+        "bad-neurons-counts-odd": changed(counts=b64encode(bytes(4 * neurons - 1)).decode()),
+        "bad-neurons-no-base64": changed(counts="=counts="),
+        "bad-neurons-falling": changed(fired=shares[::-1]),
+        "bad-neurons-share": changed(fired=[0.5] * (len(shares) - 1) + [1.5]),
+        "bad-neurons-shares-few": changed(fired=shares[:-1]),
+        "bad-neurons-layer": changed(layer=7),
+    }
+
+
+def levels() -> Files:
+    """What counts as zero in the dense model without ReLU, in its profile."""
+    kept = tuple(round(0.2 + 0.1 * i, 2) for i in range(len(profile_format.FIRED_TOGETHER)))
+    good = json.loads(profile_format.dumps(Profile("a text", "0" * 64, 12, (), (), (LayerLevel(0, 0.01, kept),))))
+
+    def changed(**changes: Any) -> dict[str, Any]:
+        return {**good, "levels": [{**good["levels"][0], **changes}]}
+
+    found = {
+        "good-hundredth": good,
+        "odd-0": changed(level=0.0),
+        "odd-most": changed(level=profile_format.MOST_LEVEL),
+        "bad-far": changed(level=1e300),
+        "bad-negative": changed(level=-1.0),
+        "bad-text": changed(level="0.1"),
+        "bad-falling": changed(kept=kept[::-1]),
+        "bad-layer": changed(layer=1),
+        "bad-none": {**good, "levels": []},
     }
     return {f"{name}.json": json.dumps(content).encode() for name, content in found.items()}
 
