@@ -18,7 +18,7 @@ from penstock.graph.records import Records, may_be_asked
 from penstock.kernels import cpu
 from penstock.runtime.movers import new_reader
 from penstock.spec.parts import PAGE_BYTES
-from tests.cpu.test_neurons import KERNELS, ffn_part, granules, run
+from tests.cpu.native_neurons import KERNELS, ffn_part, granules, run
 
 
 @given(st.data())

@@ -27,7 +27,7 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.model import Attention, FfnSpec, ModelSpec, NormSpec
 from penstock.spec.parts import Block, Part, _ffn_part, parts, predictor_part
 from penstock.store.quantize import encode, encode_rows
-from tests.cpu.test_predict import random_predictor
+from tests.cpu.native_neurons import random_predictor
 from tests.kernel_cases import Case
 from tests.kernel_draws import FIXED, FORMATS, KV_FORMATS, NEURON_FORMATS, batches, layers, with_relu
 

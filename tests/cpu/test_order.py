@@ -37,7 +37,7 @@ from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call, Outcome, here, refused
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import GREEDY, load
-from tests.cpu.test_neurons import FORMATS, ffn_part, granules
+from tests.cpu.native_neurons import FORMATS, ffn_part, granules
 
 KINDS = [*FORMATS, *(f"{name}-neurons" for name in FORMATS), "int4-g24", "int8-g128"]
 IDS = [int(i) for i in np.random.default_rng(1).integers(0, 90, 100)]

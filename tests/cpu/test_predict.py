@@ -1,4 +1,4 @@
-"""Predictors of who fires: the op against numpy, whole models, and the file that keeps them."""
+"""Predictors of who fires: whole models, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, DamagedModel, PenstockError
 from penstock.graph import passes
-from penstock.graph.scratch import _predict_bytes
-from penstock.graph.scratch_native import predict_bytes
 from penstock.kernels import cpu
-from penstock.kernels.reference import dense
-from penstock.kernels.reference.matrix import Scratch
 from penstock.serve.engine import Engine
-from penstock.serve.fitting import Fitted, granule_of, rounded
+from penstock.serve.fitting import granule_of, rounded
 from penstock.serve.loading import Loading
 from penstock.serve.source import resolve
 from penstock.spec.ask import Ask
 from penstock.spec.model import FfnSpec
-from penstock.spec.parts import Part, predictor_part
-from penstock.spec.predictors import FORMAT, LayerPredictor, Predictors, part_of
+from penstock.spec.predictors import LayerPredictor, Predictors, part_of
 from penstock.spec.profile import FIRED_TOGETHER, Profile
 from penstock.store.cache import entries, is_ours
 from penstock.store.packed import open_packed
@@ -38,59 +31,11 @@ from tests.cpu.checkpoints import save_checkpoint, save_tokenizer
 from tests.cpu.commands import MACHINE, Call
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import GREEDY, load, make_model
+from tests.cpu.native_neurons import random_predictor
 from tests.cpu.test_neurons import relu_model, require_same_bits
 
 KERNELS = {(isa, threads): _native.Compute(isa, threads) for isa in cpu.available() for threads in (1, 3)}
 LAYOUTS = ["float32", "float32-neurons", "float32-records", "int8-neurons", "int4-records", "bfloat16-records"]
-
-
-def random_predictor(part: Part, neurons: int, rng: np.random.Generator, shift: float = 0.0) -> Fitted:
-    """`shift`: added to what is above 0 where a neuron is active."""
-    d, rank = part.block("hidden").cols, part.block("hidden").rows
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    return Fitted(normal(d, rank) * 0.3, normal(rank) * 0.1, normal(rank, neurons), normal(neurons) + np.float32(shift))
-
-
-def predicted(on: _native.Compute, part: Part, granule: np.ndarray, h: np.ndarray, exact: bool = True) -> np.ndarray:
-    hidden, neurons = (cpu.matrix(part.block(name)) for name in ("hidden", "neurons"))
-    active = np.full((len(h), part.block("neurons").rows), 7, np.uint8)
-    scratch = np.empty(_native.predict_scratch(hidden, neurons, len(h)), np.uint8)
-    assert scratch.nbytes == predict_bytes(part, len(h))
-    on.predict(
-        weights=granule.ctypes.data, hidden=hidden, neurons=neurons, hidden_bias=part.block("hidden_bias").offset,
-        neurons_bias=part.block("neurons_bias").offset, h=h.ctypes.data, t=len(h), active=active.ctypes.data,
-        exact=exact, scratch=scratch.ctypes.data, scratch_bytes=scratch.nbytes,
-    )  # fmt: skip
-    return active
-
-
-@pytest.mark.parametrize("isa", cpu.available())
-@given(
-    st.sampled_from([1, 31, 64, 130, 320]), st.sampled_from([32, 96, 160]), st.integers(1, 300),
-    st.sampled_from([1, 2, 7, 8, 9, 33, 100]), st.integers(0, 2**32 - 1),
-)  # fmt: skip
-def test_predict(isa: str, d: int, rank: int, neurons: int, t: int, seed: int) -> None:
-    """Against numpy wherever a score is not within rounding of 0; and rows, threads and neighbours change nothing."""
-    rng = np.random.default_rng(seed)
-    part = predictor_part(0, d, rank, neurons, FORMAT)
-    found = random_predictor(part, neurons, rng)
-    granule, h = granule_of(found, part), rng.normal(size=(t, d)).astype(np.float32)
-    scores = rounded(found, part).scores(h.astype(np.float64))
-    sure = np.abs(scores) > 1e-4 * np.abs(scores).max()
-    want = np.empty((t, part.block("neurons").rows), np.uint8)
-    dense.predict(granule, part, h, want, Scratch(np.empty(_predict_bytes(part), np.uint8)))
-    for exact in (True, False):
-        got = predicted(KERNELS[isa, 1], part, granule, h, exact)
-        assert not got[:, neurons:].any() and set(np.unique(got)) <= {0, 1}
-        np.testing.assert_array_equal(predicted(KERNELS[isa, 3], part, granule, h, exact), got)
-        alone = predicted(KERNELS[isa, 1], part, granule, h[t // 2 :][:1].copy(), exact)
-        np.testing.assert_array_equal(alone[0], got[t // 2])
-        if exact:
-            np.testing.assert_array_equal(got[:, :neurons][sure], scores[sure] > 0)
-            np.testing.assert_array_equal(want[:, :neurons][sure], scores[sure] > 0)
-        else:
-            far = np.abs(scores) > 0.1 * np.abs(scores).max()
-            np.testing.assert_array_equal(got[:, :neurons][far], scores[far] > 0)
 
 
 # -- whole models -------------------------------------------------------------------------------------
