@@ -92,7 +92,7 @@ class Records(NamedTuple):
         return [(begin, end, base + begin - begin // every * others) for begin, end in runs]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # of one part there are nine for 16,384 neurons
 def _pages_of(records: Records, granule_rows: int, granules: int) -> tuple[array[int], array[int]]:
     """Of each neuron of so many granules: where its record's first page begins, and where its last one ends. 16 bytes a
     neuron, which the units of all layers share."""

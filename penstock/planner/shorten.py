@@ -6,6 +6,9 @@ ring tell both, by a line through them. If the first layers keep their KV elsewh
 of layers, and three short plans. If layers with KV here and there alternate, as FlexGen's do, the short plans have as
 many layers of either kind, in their order.
 
+Layers differ in how many of their neurons fire. If a plan asks a disk for these, short plans have layers for which the
+line comes nearest to the neurons that all layers are expected to ask for, too.
+
 A short plan has every kind of layer. It streams its ring full several times, so that loads run ahead as they do in the
 long plan.
 """
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, tee
 from math import ceil
+from operator import add
 from typing import NamedTuple
 
 from penstock.graph.arenas import Layout, gathers
@@ -34,6 +38,10 @@ _RINGS, _MANY_RINGS = 3, 8
 # What caches miss differs from layer to layer. So the longer plan has so many layers more than the shorter one. With
 # two layers and four, the line through them told 436 MB a token of a plan whose layers read 512 together.
 _CACHED_LAYERS = 8
+# The same where neurons are asked for. Which ones fire is drawn, and layers differ much. So the longer plan has the
+# layers of the shorter one too, for which the same is drawn, and what both differ by is as all layers are in the mean.
+_ASKED_LAYERS = 4
+_CLOSE = 0.01  # sums of layers' counts this close to each other are as good
 _MANY_UNITS = 80  # one layer of so many units is enough for a short plan
 _MOST_RUNS = 2  # runs of layers whose KV has one home
 _LONGEST_PERIOD = 8  # the kinds of layers repeat after so many at most: after 1 in most models, after 2 in gemma2
@@ -57,10 +65,21 @@ def quick(
         tasks = None if kept is None else _kept(kept, tuple(layers), lambda: lowered(short, ask, spread, heard))
         return predict(short, ask, machine, spread, heard, tasks)
 
-    if (few := _short_plans(plan)) is None:
+    if (few := _short_plans(plan, _asked_neurons(plan, trace))) is None:
         return of(())
     near, further = few
-    return _further(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
+    return further_on(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
+
+
+def _asked_neurons(plan: Plan, trace: RouterTrace | None) -> list[float]:
+    """Of each layer, how many neurons a token is expected to ask for; () for a plan that asks for none."""
+    asked = [0.0] * len(plan.target.spec.layers)
+    for unit in plan.units:
+        if unit.asked:
+            layer, (lo, hi) = plan.parts[unit.part].layer, plan.unit_rows(unit)
+            known = trace is not None and trace.fires
+            asked[layer] += sum(memoryview(known[layer]).cast("f")[lo:hi]) if known else hi - lo
+    return asked if any(asked) else []
 
 
 def _kept(kept: Kept, key: tuple[int, ...], lower: Callable[[], Iterator[Lowered]]) -> Iterator[Lowered]:
@@ -123,10 +142,11 @@ class _LayerRun(NamedTuple):
     far: list[int]
 
 
-def _short_plans(plan: Plan) -> tuple[list[int], list[tuple[float, list[int]]]] | None:
+def _short_plans(plan: Plan, asked: Sequence[float] = ()) -> tuple[list[int], list[tuple[float, list[int]]]] | None:
     """The layers of the shortest plan; (share, layers) of each longer one, whose difference to the shortest is added
-    `share` times. None if the plan itself is to be simulated: it has few units, or no short plans tell its time."""
-    chosen = _choose(plan) if len(plan.units) > _FEW_UNITS else None
+    `share` times. None if the plan itself is to be simulated: it has few units, or no short plans tell its time.
+    `asked`: of each layer, how many neurons a token asks for; () where that is not known."""
+    chosen = _choose(plan, asked) if len(plan.units) > _FEW_UNITS else None
     if chosen is None:
         return None
     further = []
@@ -137,16 +157,17 @@ def _short_plans(plan: Plan) -> tuple[list[int], list[tuple[float, list[int]]]] 
     return [i for run in chosen for i in run.near], further
 
 
-def _choose(plan: Plan) -> list[_LayerRun] | None:
+def _choose(plan: Plan, asked: Sequence[float]) -> list[_LayerRun] | None:
     """The runs of layers and the layers of the short plans. None if the plan itself is to be simulated.
 
-    Layers whose KV has one home are a run. For each run there is a short plan that has more of its layers."""
+    Layers whose KV has one home are a run. For each run there is a short plan that has more of its layers. `asked`: as
+    for `_short_plans`."""
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
         return None  # short plans might miss the layers that lie on one of the disks
     if isinstance(plan.target.weights, Mixed):
         return None  # layers differ in their bytes
-    if (plan.predictors and plan.sparsity != "predict") or any(unit.asked for unit in plan.units):
+    if (plan.predictors and plan.sparsity != "predict") or (not asked and any(unit.asked for unit in plan.units)):
         return None  # layers differ in how many of their neurons are active
     spans = sorted({home.layers for home in plan.kv})
     if any(act.layers != (0, count) for act in plan.acts):
@@ -165,10 +186,10 @@ def _choose(plan: Plan) -> list[_LayerRun] | None:
         second = [replace(home, layers=(0, 0)) == kinds[-1] for home in homes for _ in range(*home.layers)]
         if len(second) != count:
             return None  # sequences have homes of their own
-        whole = _run(plan, range(count), decode_bytes, ring_layers, least, second)
+        whole = _run(plan, range(count), decode_bytes, ring_layers, least, second, asked)
         return [whole] if whole.far else None
     runs = (run for span in spans for run in _split(plan, range(*span)))
-    chosen = [_run(plan, run, decode_bytes, ring_layers, least) for run in runs]
+    chosen = [_run(plan, run, decode_bytes, ring_layers, least, asked=asked) for run in runs]
     return chosen if any(run.far for run in chosen) else None
 
 
@@ -183,7 +204,7 @@ def _split(plan: Plan, run: range) -> list[range]:
 
 def _run(
     plan: Plan, run: range, layer_bytes: Mapping[int, int], ring_layers: float, least: int,
-    second: Sequence[bool] = (),
+    second: Sequence[bool] = (), asked: Sequence[float] = (),
 ) -> _LayerRun:  # fmt: skip
     """The layers of a run that the short plans have. Layers differ by a granule that stays or streams. So layers are
     chosen for which the line through the short plans comes nearest to the bytes that the whole run streams.
@@ -194,21 +215,27 @@ def _run(
     least           the least layers of a short plan
     second          whether a layer's KV is of the second of two kinds that alternate; () if all are of one kind. Then
                     chosen layers follow each other, and the line comes near to the layers of that kind too
+    asked           of each layer of the plan, how many neurons a token asks for. The line comes near to these too
     """
     layers, whole = plan.target.spec.layers[run.start : run.stop], _LayerRun(len(run), list(run), [])
     period = next((p for p in range(1, _LONGEST_PERIOD + 1) if layers[p:] == layers[:-p]), None)
     if period is None:
         return whole
     rings = ring_layers / period
-    few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)))
+    few = max(least, ceil(_RINGS * rings), min(4, ceil(_MANY_RINGS * rings)), _ASKED_LAYERS if asked else 0)
     if 6 * few * period > len(run):
         return whole
     periods = range(0, len(run) - len(run) % period, period)
-    counts = [layer_bytes[i] for i in run], [*map(int, second)]  # of each layer: its bytes, whether it is in `second`
+    # Of each layer: its bytes, whether it is in `second`, its neurons that are asked for
+    counts: tuple[list[float], ...] = (
+        [layer_bytes[i] for i in run],
+        [*map(int, second)],
+        [asked[i] for i in run if asked],
+    )
     by_period = [[sum(count[first : first + period]) for first in periods] for count in counts if count]
     long, totals = len(run) / period, [max(1, sum(count)) for count in counts if count]
 
-    def read(numbers: range) -> list[int]:
+    def read(numbers: range) -> list[float]:
         """Each count of the periods of these numbers."""
         chosen = slice(numbers.start, numbers.stop, numbers.step)
         return [sum(count[chosen]) for count in by_period]
@@ -222,21 +249,34 @@ def _run(
         every: Iterable[range] = _progressions(len(periods), least)
         if second:
             every = (range(i, i + n) for n in range(least, most) for i in range(len(periods) - n + 1))
-        unlike: dict[tuple[int, ...], range] = {}
+        unlike: dict[tuple[float, ...], range] = {}
         for numbers in every:
             unlike.setdefault((len(numbers), *read(numbers)), numbers)
         return unlike.values()
 
-    def line(far: range) -> list[float]:
-        share = (long - len(near)) / (len(far) - len(near))
-        return [at_near + share * (at_far - at_near) for at_near, at_far in zip(near_counts, read(far), strict=True)]
+    def line(longer_by: int, counts: Iterable[float]) -> list[float]:
+        """What short plans tell of the whole run's counts, if the longer one has so many periods, and these counts,
+        more than the shorter."""
+        share = (long - len(near)) / longer_by
+        return [at_near + share * more for at_near, more in zip(near_counts, counts, strict=True)]
 
     near = min(of_length(few, 2 * few), key=lambda n: error([count / len(n) * long for count in read(n)]))
     near_counts = read(near)
-    longer_by = max(len(near), _CACHED_LAYERS if plan.caches else 0)
+    longer_by = max(len(near), _CACHED_LAYERS if plan.caches else _ASKED_LAYERS if asked else 0)
     if len(near) + longer_by > len(periods):
         return whole
-    far = min(of_length(len(near) + longer_by, 2 * len(near) + few), key=lambda far: error(line(far)))
+    if asked:
+        every = (n for n in _progressions(len(periods), longer_by) if not set(n).intersection(near))
+        # The most spread ones come first, and any that is as close as this is as good.
+        added = min(every, key=lambda n: round(error(line(len(n), read(n))) / _CLOSE), default=range(0))
+        if not added:
+            return whole
+        far = sorted((*near, *added))
+    else:
+        some = of_length(len(near) + longer_by, 2 * len(near) + few)
+        less = [-count for count in near_counts]
+        longer_run = min(some, key=lambda n: error(line(len(n) - len(near), map(add, read(n), less))))
+        far = list(longer_run)
     shorter, longer = ([run[i * period + j] for i in numbers for j in range(period)] for numbers in (near, far))
     return _LayerRun(len(run), shorter, longer)
 
@@ -273,12 +313,15 @@ def kv_moved(plan: Plan, ask: Ask, from_disk: bool = False) -> int:
     return Layout(plan).kv.loaded_bytes(half_way(plan, ask).batches, from_disk)
 
 
-def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan: Plan, ask: Ask) -> Prediction:
+def further_on(
+    near: Prediction, further: Sequence[tuple[float, Prediction]], plan: Plan | None, ask: Ask
+) -> Prediction:
     """The prediction of the whole plan, from that of the shortest plan (`near`) and those of longer ones. Seconds are a
     line over the layers of each run: to `near`'s seconds, the difference to each longer plan is added `share` times.
-    Bytes are counted in the plan itself.
+    Bytes are counted in the plan itself, but for bytes of neurons that are asked for: these are on the line too.
 
     further         (share, prediction) of each longer plan
+    plan            the whole plan; None if nobody made it. Then all bytes are on the line
     """
 
     def line(of: Callable[[Prediction], float]) -> float:
@@ -292,14 +335,18 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         }
 
     shares = busy(lambda p: p.lane_share, lambda p: 1 / p.decode_tokens_per_s)
-    seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
-    fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
 
     def of_experts(of: Callable[[ExpertUse], float]) -> float:
         return line(lambda p: of(p.experts) if p.experts is not None else 0.0)
 
     loaded_bytes = of_experts(lambda use: use.loaded_bytes)
-    moved_bytes = sum(streamed(plan, from_disk=True).values()) + kv_moved(plan, ask, from_disk=True)
+    disk_bytes = line(lambda p: p.disk_bytes_per_token)
+    if plan is not None and not any(unit.asked for unit in plan.units):
+        moved_bytes = sum(streamed(plan, from_disk=True).values()) + kv_moved(plan, ask, from_disk=True)
+        seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+        fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
+        disk_bytes = moved_bytes / seqs + fetched + loaded_bytes
+    tiers = dict.fromkeys(tier for _, far in further for tier in far.tier_bytes)
     use = None
     if near.experts is not None:
         use = ExpertUse(
@@ -315,11 +362,13 @@ def _further(near: Prediction, further: Sequence[tuple[float, Prediction]], plan
         bound_by=max(shares, key=lambda lane: shares[lane]),
         lane_share=shares,
         ttft_lane_share=busy(lambda p: p.ttft_lane_share, lambda p: p.ttft_s),
-        disk_bytes_per_token=moved_bytes / seqs + fetched + loaded_bytes,
+        disk_bytes_per_token=disk_bytes,
         inter_token_s=Spread(
             line(lambda p: p.inter_token_s.p50), line(lambda p: p.inter_token_s.p95),
             line(lambda p: p.inter_token_s.most),
         ),
-        tier_bytes=plan.tier_bytes(),
+        tier_bytes=plan.tier_bytes()
+        if plan is not None
+        else {tier: round(line(lambda p, tier=tier: p.tier_bytes.get(tier, 0))) for tier in tiers},  # type: ignore[misc]
         experts=use,
     )  # fmt: skip

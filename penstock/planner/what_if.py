@@ -15,6 +15,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.records import may_be_asked
 from penstock.planner.bound import least_score_s, score_s
 from penstock.planner.candidate import WHOLE, Candidate
+from penstock.planner.few_layers import best_of_few, few_layers
 from penstock.planner.firing import Firing, expected, foretold_of
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import RouterTrace, stated_firing
@@ -120,16 +121,33 @@ def with_more_known(solved: Solved, problem: Problem) -> Iterator[tuple[str, str
         firing = replace(firing or expected(problem.spec), foretold=replace(foretold, predictors=later))
     else:
         return
-    knowing = replace(problem, trace=trace, firing=firing)
+    knowing = replace(problem, trace=trace, firing=firing or expected(problem.spec))
     if not may_ask(knowing):  # as where the ask limits what stays
         return
     try:
-        plans = [each.plan for each in ram.candidates(knowing) if any(unit.asked for unit in each.plan.units)]
+        prediction = _best_that_asks(knowing, solved.plan)
     except DoesNotFit:  # what would be known takes memory
         return
-    if plans:  # one alone is simulated: a model of 32 layers takes a second
-        best = min(plans, key=lambda plan: least_score_s(plan, problem.ask, problem.cost))
-        yield what, alike, quick(best, problem.ask, problem.machine, False, trace)
+    if prediction is not None:
+        yield what, alike, prediction
+
+
+def _best_that_asks(problem: Problem, like: Plan) -> Prediction | None:
+    """The prediction of the plan with the least bound that asks a disk for neurons, None if no plan does. `like`: the
+    plan of the same model to compare with, whose ring it has. A model of many layers is planned as one of few. Raises
+    DoesNotFit."""
+    ring_bytes = sum(like.ring_bytes.values()) or _USUAL_RING_BYTES
+
+    def asking(problem: Problem) -> list[Plan]:
+        every = (each.plan for each in ram.candidates(problem, ring_bytes))
+        return [plan for plan in every if any(unit.asked for unit in plan.units)]
+
+    few = few_layers(problem, len(like.units))
+    if few is not None:
+        return best_of_few(problem, few, ring_bytes, asking)
+    plans = asking(problem)
+    best = min(plans, key=lambda plan: least_score_s(plan, problem.ask, problem.cost), default=None)
+    return None if best is None else quick(best, problem.ask, problem.machine, False, problem.trace)
 
 
 def more_memory(problem: Problem, ring_bytes: int = 0) -> Prediction | None:
