@@ -109,7 +109,7 @@ constexpr int kKeptRows = 2 * kHiddenRows;  // rows whose sums of two tiles a th
 void sum_columns(const Team& team, Pieces& pieces, int phase, const Granules& weights, const Matrix& down,
                  const Rows& hidden, const Fours& fours, std::ptrdiff_t row0) {
     const FfnSum& sum = fours.sum;
-    const Cuts cuts(down, hidden.count);
+    const Cuts cuts(down, std::max(hidden.count, kFewRows + 1));  // `kept` has room for cuts of many rows alone
     const auto tiles_of = [&](int four, int cut) {
         return cuts.tiles_of(weights, down, fours.at(four).lo * cuts.per_granule + cut);
     };

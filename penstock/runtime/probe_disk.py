@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import tempfile
@@ -22,7 +23,8 @@ from penstock.runtime.kv_file import KvFile
 from penstock.runtime.movers import new_picker, new_reader
 from penstock.spec.machine import KV_IN_FLIGHT, PICKS_IN_FLIGHT, USUAL_READS, Rate
 from penstock.spec.places import DISK
-from penstock.units import KIB, MIB
+from penstock.store.writer import free_bytes
+from penstock.units import KIB, MIB, format_bytes
 
 FILE_BYTES = 192 * MIB
 _MODELS = ("*.safetensors", "*/*.safetensors", "*/*/*.safetensors")
@@ -137,7 +139,10 @@ def probe_file(folder: Path, new_bytes: int = FILE_BYTES) -> Iterator[ProbeFile]
         _native.drop_cached(fd, 0, new_bytes)
         yield ProbeFile(name, fd)
     except OSError as error:
-        raise StorageFailed(f"cannot measure the disk at {folder}: {error.strerror}") from None
+        why = error.strerror
+        if error.errno == errno.ENOSPC:
+            why = f"it is too full: that takes {format_bytes(new_bytes)}, {format_bytes(free_bytes(folder))} are free"
+        raise StorageFailed(f"cannot measure the disk at {folder}: {why}") from None
     finally:
         if fd is not None:
             os.close(fd)
