@@ -12,10 +12,9 @@ import random
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 
 from penstock.graph.arenas import neurons_of
 from penstock.graph.lower import Lowering
@@ -121,15 +120,15 @@ def stated_firing(spec: ModelSpec) -> RouterTrace | None:
     known = published(spec)
     if known is None:
         return None
-    orders = dict[int, Callable[[Sequence[float]], Iterable[float]]]()
+    orders = dict[int, list[int]]()
     fires = []
     for layer, granules in zip(spec.layers, known.layers, strict=True):
         neurons = layer.ffns[0].neurons
         if neurons not in orders:
             order = random.Random(neurons).sample(range(neurons), neurons)
-            # Of the published curve a granule is a point. Millions of neurons are looked up.
-            orders[neurons] = itemgetter(*(i // GRANULE_ROWS for i in order))
-        fires.append(array("f", orders[neurons](granules)).tobytes())
+            orders[neurons] = [i // GRANULE_ROWS for i in order]  # of the published curve a granule is a point
+        # Millions of neurons are looked up.
+        fires.append(array("f", map(granules.__getitem__, orders[neurons])).tobytes())
     return RouterTrace(((),) * len(fires), known.source, fires=tuple(fires))
 
 

@@ -16,18 +16,20 @@ from penstock.graph.scratch_gpu import FEW_ROWS
 from penstock.planner.bound import least_score_s, score_s
 from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, Foretold, expected, measured
+from penstock.planner.routing import stated_firing
 from penstock.planner.solve import solve
 from penstock.planner.solve.ours.ram import require_minimum
 from penstock.planner.what_if import what_if
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
+from penstock.spec.model import FfnSpec
 from penstock.spec.parts import parts
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan, Predictor
 from penstock.spec.predictors import FORMAT
 from penstock.spec.profile import FIRED_TOGETHER, FiringCounts, Profile
-from tests.pure.machine import MACHINE, WITH_DEVICE
+from tests.pure.machine import MACHINE, WITH_DEVICE, model
 
 NEURONS, TILES = parse_format("int4-neurons"), parse_format("int4")
 OPT, _ = describe(Path("opt-1.3b"), to_plan=True)
@@ -127,3 +129,11 @@ def test_shares_between_those_measured() -> None:
     firing = measured(Profile("text", "0" * 64, 1, (), layers))
     assert firing is not None and firing.shares == pytest.approx((0.2,) * len(FIRED_TOGETHER))
     assert measured(None) is None and measured(Profile("text", "0" * 64, 1, ())) is None
+
+
+@pytest.mark.parametrize("neurons", [1, 63, 64, 65])
+def test_stated_rates_of_any_number_of_neurons(neurons: int) -> None:
+    spec = model(neurons=neurons)
+    layers = tuple(replace(layer, ffn=FfnSpec(neurons, "relu", gated=False)) for layer in spec.layers)
+    stated = stated_firing(replace(spec, layers=layers))
+    assert stated is not None and [len(rates) for rates in stated.fires] == [4 * neurons] * len(layers)
