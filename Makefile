@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 TYPED := penstock bench
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 SANITIZED := $(wildcard tests/cpu/test_native*.py) $(addprefix tests/cpu/test_,kv_cache.py rounded_attention.py chosen_natively.py asked_records.py)
-ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py blocks.py neurons.py sums.py scratch.py)
+ARM_TESTS := $(addprefix tests/cpu/test_native_,ops.py kernels.py chunks.py blocks.py neurons.py sums.py scratch.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs fuzz fuzz-files bench-startup bench-wheel bench-words bench-checks bench-fit bench-quality bench-accuracy bench-cpu bench-predict bench-chat bench-choice bench-papers bench-pipo bench-policies bench-sparsity bench-experts bench-files bench-offload bench-throughput bench-serve bench-page page-shots wheel gpu-wheels clean FORCE

@@ -60,8 +60,8 @@ class Bench:
         """A server with KV room for the whole context of each of `batch` answers: requests here take all of it.
         `more`: flags."""
         flags = ("--batch", batch, "--context", context, "--prompt-tokens", PROMPT_TOKENS, "--output-tokens", output)
-        flags = (*flags, *self.kv_flags)
-        return served(self.folder, self.model(model), limit, *flags, "--kv-tokens", batch * context, *more)
+        kv = ("--kv-tokens", batch * context, *self.kv_flags)
+        return served(self.folder, self.model(model), limit, *flags, *kv, *more)
 
     def streams(self, model: str, count: int, prompt: int, output: int, seed: int = 0) -> list[Stream]:
         vocab = self.vocab(model)

@@ -42,8 +42,8 @@ def _with_http(bench: Bench, limit: int | None, count: int) -> float:
 
 def _without_http(bench: Bench, limit: int | None, count: int, *more: str) -> float:
     within = () if limit is None else ("--limit", limit)
-    arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT, "--output", OUTPUT_TOKENS, *within, *more)
-    arguments = (*arguments, *bench.kv_flags)
+    arguments = ("--cache", bench.folder / "cache", "--context", CONTEXT, "--output", OUTPUT_TOKENS, *within, *more,
+                 *bench.kv_flags)  # fmt: skip
     model = bench.model("large")
     with started(bench.folder, "bench.peers.together", limit, model, *arguments, "--sequences", count) as (worker, _):
         worker.ask("decode", 2)

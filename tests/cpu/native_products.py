@@ -8,11 +8,16 @@ import numpy as np
 
 from penstock import _native
 from penstock.kernels import cpu
-from penstock.spec.parts import Block
+from penstock.spec.parts import Block, Part
+from penstock.store.quantize import encode
 
 ISAS = list(cpu.available())
 SCRATCH = np.zeros(1 << 22, np.uint8)
 COMPUTE = {(isa, threads): _native.Compute(isa, threads) for isa in ISAS for threads in (1, 2, 3)}
+
+# An FFN that computes all neurons, and nobody asks who fires.
+ALL = {"skips": False, "fired": 0, "fired_stride": 0, "active": 0, "active_stride": 0, "level": 0.0, "values": 0}
+ALL |= {"biases": 0, "bias_stride": 0}
 
 
 def address(array: np.ndarray) -> int:
@@ -41,3 +46,14 @@ def accumulated(isa: str, weights: np.ndarray, block: Block, x: np.ndarray, exac
     alone = np.concatenate([run(x[i : i + 1].copy(), [0, granules], 1) for i in range(t)])
     assert np.array_equal(alone, whole)
     return whole
+
+
+def random_granules(part: Part, seed: int) -> np.ndarray:
+    """All granules of a part whose blocks all lie in tiles, uint8 [granules, granule_bytes]: random, and whole."""
+    rng = np.random.default_rng(seed)
+    weights = np.zeros((part.granules, part.granule_bytes), np.uint8)
+    for granule in weights:
+        for block in part.blocks:
+            values = (rng.normal(size=(block.rows, block.cols)) * 0.1).astype(np.float32)
+            granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+    return weights

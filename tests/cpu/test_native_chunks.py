@@ -10,8 +10,7 @@ from penstock.spec.format import parse_format
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec
 from penstock.spec.parts import Block, parts
 from penstock.store.quantize import encode
-from tests.cpu.native_products import COMPUTE, ISAS, SCRATCH, accumulated, address
-from tests.cpu.test_native_kernels import ALL
+from tests.cpu.native_products import ALL, COMPUTE, ISAS, SCRATCH, accumulated, address, random_granules
 
 CHUNK = 144  # a whole number of chunks of so many columns: three of 48 rows exact, one rounded
 COLUMNS, GRANULES = 2816, 2
@@ -26,14 +25,9 @@ def test_an_ffn_of_some_rows_beyond_whole_chunks(isa: str, exact: bool, name: st
     norm = NormSpec("rms", 1e-5)
     spec = ModelSpec("llama", "float32", 64, COLUMNS, COLUMNS, 64, (layer,), norm, True, True)
     part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
-    rng = np.random.default_rng(3)
-    weights = np.zeros((GRANULES, part.granule_bytes), np.uint8)
-    for granule in weights:
-        for block in part.blocks:
-            values = (rng.normal(size=(block.rows, block.cols)) * 0.1).astype(np.float32)
-            granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
+    weights = random_granules(part, 3)
     shape = cpu.ffn_shape(part, layer.ffns[0])
-    h = rng.normal(size=(2 * CHUNK + 3, COLUMNS)).astype(np.float32)
+    h = np.random.default_rng(5).normal(size=(2 * CHUNK + 3, COLUMNS)).astype(np.float32)
 
     def run(rows: np.ndarray) -> np.ndarray:
         got, pending = np.full((len(rows), COLUMNS), np.nan, np.float32), np.zeros((len(rows), COLUMNS), np.float32)

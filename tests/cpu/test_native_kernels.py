@@ -16,7 +16,7 @@ from penstock.kernels import cpu
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import Block
 from penstock.store.quantize import decode, encode
-from tests.cpu.native_products import COMPUTE, ISAS, SCRATCH, accumulated, address
+from tests.cpu.native_products import ALL, COMPUTE, ISAS, SCRATCH, accumulated, address, random_granules
 
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int8-g8"]
 
@@ -29,11 +29,6 @@ def encoded(values: np.ndarray, fmt: Format, granules: int) -> tuple[np.ndarray,
     weights = np.zeros((granules, stride), np.uint8)
     weights[:, : raw.shape[1]] = raw
     return weights, np.stack([decode(raw[i], rows, cols, fmt) for i in range(granules)])
-
-
-# All neurons, and nobody asks who fires.
-ALL = {"skips": False, "fired": 0, "fired_stride": 0, "active": 0, "active_stride": 0, "level": 0.0, "values": 0}
-ALL |= {"biases": 0, "bias_stride": 0}
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -199,13 +194,8 @@ def test_ffn_over_many_fours_however_it_is_cut(isa: str, name: str, t: int) -> N
     layer = Layer(Attention(2, 2, 260, 1.0), FfnSpec(64 * granules, "silu", True))
     spec = ModelSpec("llama", "float32", 64, d, d, 64, (layer,), NormSpec("rms", 1e-5), True, True)
     part = next(p for p in parts(spec, parse_format(name)) if p.kind == "ffn")
-    rng = np.random.default_rng(7)
-    weights = np.zeros((granules, part.granule_bytes), np.uint8)
-    for granule in weights:
-        for block in part.blocks:
-            values = (rng.normal(size=(block.rows, block.cols)) * 0.1).astype(np.float32)
-            granule[block.offset : block.offset + block.nbytes] = encode(values, block.format)
-    h = rng.normal(size=(t, d)).astype(np.float32)
+    weights = random_granules(part, 7)
+    h = np.random.default_rng(8).normal(size=(t, d)).astype(np.float32)
     shape = cpu.ffn_shape(part, layer.ffns[0])
 
     def run(cuts: list[int], threads: int, nbytes: int, exact: bool) -> np.ndarray:

@@ -12,7 +12,8 @@ from penstock.errors import BadRequest
 from penstock.kernels import cpu
 from penstock.spec.format import parse_format
 from penstock.spec.parts import Block
-from tests.cpu.test_native_kernels import ALL, SCRATCH, address, encoded
+from tests.cpu.native_products import ALL, SCRATCH, address
+from tests.cpu.test_native_kernels import encoded
 
 pytestmark = pytest.mark.skipif("avx512" not in cpu.available(), reason="AVX-512 computes what is not in tiles")
 FAMILIES = ["amx-model"] + (["amx"] if "amx" in cpu.nameable() else [])
