@@ -375,11 +375,14 @@ def test_ctrl_c_at_the_end_of_a_program_breaks_the_copy_off() -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "begun\n"
-        for _ in range(100):  # the first may come before the interpreter waits
+        for _ in range(20):  # the first may come before the interpreter waits for the thread
             child.send_signal(signal.SIGINT)
             try:
-                child.wait(0.3)
+                child.wait(2)
                 break
             except subprocess.TimeoutExpired:
                 continue
-        assert child.stdout.read() == "broken off\n" and child.returncode >= 0
+        assert child.stdout.read() == "broken off\n"
+        # The program's own last line may still be at work when the first signal comes. Then Python ends as a program
+        # does that SIGINT has ended. Any other signal would be an abort.
+        assert child.returncode in (0, -signal.SIGINT), child.returncode
