@@ -18,12 +18,23 @@ def test_what_waits_for_the_ram_is_as_on_the_usual_ram() -> None:
     points = [(1 * GB, 0.05), (4 * GB, 0.1)]  # 40 GB/s of a RAM that gave 44
     usual = by_usual_ram(points, 44 * GB, 33 * GB)
     assert [(x, pytest.approx(taken_s * 44 / 33)) for x, taken_s in points] == list(usual)
-    assert by_usual_ram(points, 33 * GB, 33 * GB) == points
+    assert by_usual_ram([(1 * GB, 0.05), (4 * GB, 0.13)], 33 * GB, 33 * GB) == [(1 * GB, 0.05), (4 * GB, 0.13)]
 
 
 def test_what_computes_stays() -> None:
     points = [(1 * GB, 0.05), (4 * GB, 0.2)]  # 20 GB/s of 44
     assert by_usual_ram(points, 44 * GB, 33 * GB) == points
+
+
+def test_no_product_reads_faster_than_the_ram_usually_is() -> None:
+    points = [(1 * GB, 0.05), (4 * GB, 0.1)]  # 40 GB/s while the RAM gave 58, so they may have computed as well
+    assert by_usual_ram(points, 58 * GB, 33 * GB) == [(1 * GB, 0.05), (4 * GB, pytest.approx(4 / 33))]
+
+
+def test_what_a_few_rows_take_has_the_swings_of_the_ram_in_it() -> None:
+    times = [1.0, 1.0, 1.0, 1.0, 1.5]
+    assert probe_ops._mean_of_swings(times) == pytest.approx(1.1)
+    assert probe_ops._mean_of_swings([*times, 20.0]) == pytest.approx(1.1)
 
 
 def test_turns_of_few_rows_in_a_fast_spell_do_not_count_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:

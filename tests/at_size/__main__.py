@@ -1,0 +1,136 @@
+"""`python -m tests.at_size`: random passes through models as wide as real ones, beside the same rows one by one.
+
+Tests have small models, whose rows all go through a kernel at once. Wide ones are cut: into chunks of rows, columns and
+panels. So a row is computed here twice: in a pass of random company, and as a pass of its own behind a prompt in other
+chunks. Its logits must be the same, to the bit.
+
+    --cases N | --minutes M    how much (2 minutes)
+    --first N                  begin with this case
+    --case N                   this one alone
+
+The last line is one JSON object; the exit code is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.graph.batch import Batch
+from penstock.graph.passes import MIXED
+from penstock.graph.tasks import Pass
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
+from penstock.store.synth import synth
+from tests.at_size.draws import CONTEXT, MOST_WEIGHT_BYTES, VOCABULARY, Case, Rows, draw, schedule
+from tests.cpu.commands import MACHINE
+
+ROWS = 1500  # of a case, in company
+CHECKED = 10  # rows of a case that are computed once more alone
+
+
+def differences(case: Case, folder: Path) -> list[str]:
+    """What is not the same. Raises PenstockError where the case cannot run."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(case.config))
+    packed = synth(config, folder / "packed", parse_format(case.weights), seed=case.number)
+    weight_bytes = sum(file.stat().st_size for file in packed.glob("*.safetensors"))
+    if weight_bytes > MOST_WEIGHT_BYTES:
+        raise PenstockError(f"{weight_bytes} bytes of weights")
+    ask = Ask(
+        prompt_tokens=64, output_tokens=8, batch=case.batch, context=CONTEXT, kv=case.kv,
+        resident_bytes=None if case.share == 1 else int(case.share * weight_bytes),
+    )  # fmt: skip
+    how = Loading(machine=MACHINE, device="none", kernels=case.isa, exact=case.exact, cache=folder / "cache")
+    with closing(Engine.load(packed, ask, how)) as engine:
+        return compared(engine, case)
+
+
+def compared(engine: Engine, case: Case) -> list[str]:
+    rng = random.Random(case.number)
+    ids = np.random.default_rng(case.number).integers(0, VOCABULARY, (case.batch, CONTEXT)).astype(np.int32)
+    most = min(case.chunk_rows, engine.plan.chunk_rows)
+    seen: dict[tuple[int, int], tuple[np.ndarray[Any, np.dtype[np.float32]], list[Rows]]] = {}
+    for rows in schedule(rng, engine.plan.batch_seqs, most, ROWS):
+        for each, logits in zip(rows, step(engine, rows, ids), strict=True):
+            seen[each.seq, each.start + each.rows - 1] = logits.copy(), rows
+    # The last rows of passes of many rows first: those are behind whole chunks.
+    wanted = sorted(seen, key=lambda at: (-sum(each.rows for each in seen[at][1]), rng.random()))
+    by_seq: dict[int, list[int]] = {}
+    for seq, at in (*wanted[: CHECKED // 2], *rng.sample(wanted, min(len(wanted), CHECKED // 2))):
+        by_seq.setdefault(seq, []).append(at)
+    found = []
+    for seq, places in by_seq.items():
+        reached = 0
+        for at in sorted(set(places)):
+            while reached < at:
+                rows = min(at - reached, rng.randint(1, most))
+                step(engine, [Rows(seq, reached, rows)], ids)
+                reached += rows
+            (alone,) = step(engine, [Rows(seq, at, 1)], ids)
+            reached = at + 1
+            beside, company = seen[seq, at]
+            if not np.array_equal(alone, beside):
+                off = np.abs(alone - beside).max() / np.abs(alone).max()
+                found.append(f"sequence {seq} at {at}: {off:.2g} of the largest logit, in {tuple(map(tuple, company))}")
+    return found
+
+
+def step(
+    engine: Engine, rows: list[Rows], ids: np.ndarray[Any, np.dtype[np.int32]]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The logits of the last row of each, float32 [len(rows), V], of one pass."""
+    seqs, start, counts = zip(*rows, strict=True)
+    last = tuple(end - 1 for end in itertools.accumulate(counts))
+    purpose = "decode" if max(counts) == 1 else MIXED
+    batch = Batch(0, seqs, start, counts, last)
+    tokens = np.concatenate([ids[each.seq, each.start : each.start + each.rows] for each in rows])
+    (logits,) = engine.session.step(Pass(purpose, (batch,), None), [tokens])
+    return logits
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--case", type=int)
+    wanted = parser.parse_args()
+    first = wanted.first if wanted.case is None else wanted.case
+    cases = 1 if wanted.case is not None else wanted.cases
+    end_s = time.monotonic() + 60 * wanted.minutes
+    ran, left_out, wrong = 0, 0, []
+    for number in itertools.count(first):
+        if number - first == cases or (cases is None and time.monotonic() > end_s):
+            break
+        case = draw(number)
+        with tempfile.TemporaryDirectory(prefix="penstock-at-size-") as folder:
+            try:
+                found = differences(case, Path(folder))
+            except PenstockError as error:
+                left_out += 1
+                print(f"{case}: left out: {error}", file=sys.stderr)
+                continue
+        ran += 1
+        print(f"{case}: {'; '.join(found) or 'the same'}", file=sys.stderr, flush=True)
+        if found:
+            wrong.append(number)
+    print(json.dumps({"cases": ran, "left_out": left_out, "wrong": wrong}))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""`tests.at_size` itself: its cases are models that there are, and it sees what differs."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.serve.session import Session
+from penstock.store.packed import read_config
+from tests.at_size import __main__ as at_size
+from tests.at_size.draws import CONTEXT, Case, draw, schedule
+
+NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def small() -> Case:
+    config = draw(2).config | NARROW | {"head_dim": 32, "num_hidden_layers": 1, "model_type": "llama"}
+    case = replace(draw(2), config=config, weights="int4", kv=None, isa="portable", exact=False, batch=3)
+    return replace(case, share=1.0, chunk_rows=64)
+
+
+def test_rows_are_the_same_alone(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_size, "ROWS", 200)
+    assert not at_size.differences(small, tmp_path)
+
+
+def test_a_row_that_differs_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Session.step
+
+    def wrong(session: Session, p: object, tokens: list[np.ndarray]) -> list[np.ndarray]:
+        (logits,) = step(session, p, tokens)  # type: ignore[arg-type]
+        return [logits * np.float32(1 + 1e-3 * (sum(map(len, tokens)) > 1))]
+
+    monkeypatch.setattr(at_size, "ROWS", 200)
+    monkeypatch.setattr(Session, "step", wrong)
+    assert at_size.differences(small, tmp_path)
+
+
+def test_cases_are_models(tmp_path: Path) -> None:
+    for number in range(40):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(draw(number).config))
+        read_config(config)
+
+
+def test_a_schedule_reads_each_sequence_in_order() -> None:
+    reached = [0] * 5
+    for rows in schedule(random.Random(3), 5, 64, 1000):
+        assert sum(each.rows for each in rows) <= 64 and all(each.rows > 0 for each in rows)
+        for each in rows:
+            assert each.start == reached[each.seq]
+            reached[each.seq] += each.rows
+    assert max(reached) <= CONTEXT
