@@ -16,15 +16,18 @@ from penstock.units import MIB, round_up
 _RAM_BYTES = 800 * MIB  # so much is read in all rounds together, in about 20 ms
 _MOST_ROUNDS = 5
 _PART_BYTES = 32 * MIB  # loading is timed in such parts: eight loads are in flight, and they end in bursts
+_QUARTERS, _LEAST_PARTS = 4, 3  # a reading's quarters are compared, each of so many parts at least
 _PIECE_BYTES = 64 * MIB  # the smallest piece: twice a large L3 cache, so that no cache holds what is read next
 
 
 class Read(NamedTuple):
-    """Bytes that were read, the seconds that this took, and by how many loads. RAM is read by none."""
+    """Bytes that were read, the seconds that this took, and by how many loads. RAM is read by none. `swing`: by how
+    much its quarters differed in speed, as the standard deviation over the mean; 0 if nobody knows."""
 
     bytes: int
     seconds: float
     loads: int = 0
+    swing: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:
@@ -33,7 +36,8 @@ class Read(NamedTuple):
 
     def beside(self, other: Read) -> Read:
         """Both reads together, one after the other."""
-        return Read(self.bytes + other.bytes, self.seconds + other.seconds, self.loads + other.loads)
+        swing = max(self.swing, other.swing)
+        return Read(self.bytes + other.bytes, self.seconds + other.seconds, self.loads + other.loads, swing)
 
 
 NOTHING = Read(0, 0.0)
@@ -59,7 +63,18 @@ def at_median(ends: Sequence[End]) -> Read:
             last = end
     whole = Read(ends[-1].bytes - ends[0].bytes, ends[-1].moment_s - ends[0].moment_s, len(ends) - 1)
     speeds = [part.bytes_per_s for part in parts if part.seconds > 0]
-    return whole._replace(seconds=whole.bytes / statistics.median(speeds)) if speeds else whole
+    return whole._replace(seconds=whole.bytes / statistics.median(speeds), swing=_swing(parts)) if speeds else whole
+
+
+def _swing(parts: Sequence[Read]) -> float:
+    """By how much the quarters of these parts differ in their median speeds; 0 of too few parts."""
+    size = len(parts) // _QUARTERS
+    if size < _LEAST_PARTS:
+        return 0.0
+    speeds = [
+        statistics.median(part.bytes_per_s for part in parts[i * size : (i + 1) * size]) for i in range(_QUARTERS)
+    ]
+    return statistics.pstdev(speeds) / statistics.fmean(speeds)
 
 
 def from_disk(

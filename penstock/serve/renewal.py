@@ -9,6 +9,7 @@ no other formula turns bytes into seconds.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,21 +42,31 @@ _DISK, _RAM = "disk", "RAM"
 # the probe raises no promise: beside other processes 20 ms of reading gave 13 to 83 GB/s, while runs became no faster.
 _TIMES = {_DISK: (0.25, 4.0), _RAM: (0.5, 1.0)}
 _SAME = 0.03  # a smaller relative change is none
+# What a disk gives changes by a tenth from day to day, or by as much as it seems to have changed. A reading whose
+# quarters differ is off by twice as much as they do: of 16 readings of half a second, the four whose quarters differed
+# by 8 to 19 % were up to 20 % below the others, whose quarters differed by 1 to 8 % (docs/LOG.md).
+_USUAL_CHANGE, _OFF_BY_SWING = 0.1, 2.0
 
 
 @dataclass(frozen=True)
 class Shift:
     """What a tier gives today. `what`: disk or RAM. `foretold_bytes_per_s`: by the machine's figures, for what was
-    read."""
+    read. `swing`: by how much the quarters of the reading differ."""
 
     what: str
     foretold_bytes_per_s: float
     measured_bytes_per_s: float
+    swing: float = 0.0
 
     @property
     def times(self) -> float:
-        """Today's speed over the foretold one, bounded. 1 where they hardly differ."""
+        """Today's speed over the foretold one, bounded. 1 where they hardly differ. Where the reading swings, a part of
+        the change counts: as much as makes the expected error least."""
         times = self.measured_bytes_per_s / self.foretold_bytes_per_s
+        if self.swing and times > 0:
+            change = math.log(times)
+            usual = max(_USUAL_CHANGE, abs(change)) ** 2
+            times = math.exp(change * usual / (usual + (_OFF_BY_SWING * self.swing) ** 2))
         least, most = _TIMES[self.what]
         return 1.0 if abs(times - 1) < _SAME else min(most, max(least, times))
 
@@ -122,7 +133,7 @@ def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
     if len(disks) == 1 and tells(read):
         lane = disks[0]
         foretold_s = read.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, read.bytes)
-        shifts.append(Shift(_DISK, read.bytes / foretold_s, read.bytes_per_s))
+        shifts.append(Shift(_DISK, read.bytes / foretold_s, read.bytes_per_s, read.swing))
     resident, foretold = session.read_resident(), cost.bytes_per_s(CPU, "*", "*")
     for _ in range(_MORE_RAM):
         if resident.bytes < _LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:

@@ -21,12 +21,14 @@ SHAPES = (
 FORMATS = ("int4", "int4", "int8", "bf16", "float16", "float32", "int4-g32", "int4-g128", "float8", *sorted(BLOCKS))
 VOCABULARY = 640
 CONTEXT = 1400
+MOST_PROMPT = 1000
 MOST_WEIGHT_BYTES = 3 << 29
 
 
 @dataclass(frozen=True)
 class Case:
-    """`config`: of the shape, with fewer layers, experts and tokens. `share`: of the weights that stay in RAM."""
+    """`config`: of the shape, with fewer layers, experts and tokens. `share`: of the weights that stay in RAM.
+    `kv_tokens`: None where each sequence has room for its whole context."""
 
     number: int
     shape: str
@@ -38,12 +40,16 @@ class Case:
     batch: int
     share: float
     chunk_rows: int
+    objective: str
+    kv_home: str | None
+    kv_tokens: int | None
 
     def __str__(self) -> str:
         layers, batch = self.config["num_hidden_layers"], self.batch
         return (
             f"case {self.number}: {self.shape}, {layers} layers in {self.weights}, KV {self.kv}, {self.isa}"
-            f"{', exact' if self.exact else ''}, {batch} sequences, {self.share:.0%} in RAM, {self.chunk_rows} rows"
+            f"{', exact' if self.exact else ''}, {batch} sequences, {self.share:.0%} in RAM, {self.chunk_rows} rows, "
+            f"{self.objective}{', KV on disk' if self.kv_home else ''}, KV of {self.kv_tokens or 'all'} tokens"
         )
 
 
@@ -70,6 +76,9 @@ def draw(number: int) -> Case:
         batch=rng.choice((1, 2, 3, 5, 8, 9, 12)),
         share=rng.choice((1.0, 1.0, 0.5, 0.1)),
         chunk_rows=rng.choice((64, 200, 512, 777)),
+        objective=rng.choice(("latency", "latency", "throughput")),
+        kv_home=rng.choice((None, None, None, "disk")),
+        kv_tokens=rng.choice((None, CONTEXT, 2 * CONTEXT)),
     )  # fmt: skip
 
 
@@ -111,3 +120,13 @@ def schedule(rng: random.Random, seqs: int, chunk_rows: int, rows_in_all: int) -
             room -= rows
         left -= sum(each.rows for each in now)
         yield sorted(now)
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts of random ids, of which some begin as an earlier one does."""
+    drawn: list[list[int]] = []
+    for _ in range(count):
+        length = rng.choice((rng.randint(1, 40), rng.randint(1, 500), rng.randint(1, MOST_PROMPT)))
+        before = rng.choice(drawn)[: rng.randint(0, length - 1)] if drawn and rng.random() < 0.4 else []
+        drawn.append([*before, *(rng.randrange(VOCABULARY) for _ in range(length - len(before)))])
+    return drawn

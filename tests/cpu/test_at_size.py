@@ -22,12 +22,15 @@ NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
 def small() -> Case:
     config = draw(2).config | NARROW | {"head_dim": 32, "num_hidden_layers": 1, "model_type": "llama"}
     case = replace(draw(2), config=config, weights="int4", kv=None, isa="portable", exact=False, batch=3)
-    return replace(case, share=1.0, chunk_rows=64)
+    return replace(case, share=1.0, chunk_rows=64, kv_home=None, kv_tokens=None, objective="latency")
 
 
-def test_rows_are_the_same_alone(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_tokens", [None, CONTEXT])
+def test_rows_are_the_same_alone(
+    small: Case, kv_tokens: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(at_size, "ROWS", 200)
-    assert not at_size.differences(small, tmp_path)
+    assert not at_size.differences(replace(small, kv_tokens=kv_tokens), tmp_path)
 
 
 def test_a_row_that_differs_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -141,6 +142,17 @@ def test_what_tells_nothing(folder: Path) -> None:
         assert engine.renew() is None
 
 
+@given(st.floats(0.1, 10), st.floats(0, 1))
+def test_a_reading_that_swings_counts_in_part(times: float, swing: float) -> None:
+    """The less, the more it swings, and never beyond what was measured; a large change counts nearly whole."""
+    whole, part = Shift("disk", 1e9, times * 1e9), Shift("disk", 1e9, times * 1e9, swing)
+    more = Shift("disk", 1e9, times * 1e9, 2 * swing)
+    assert min(1, whole.times) <= part.times <= max(1, whole.times)
+    assert abs(math.log(more.times)) <= abs(math.log(part.times)) + 1e-12
+    assert Shift("disk", 1e9, 0.4e9, 0.1).times < 0.43
+    assert Shift("disk", 1e9, 0.8e9, 0.1).times == pytest.approx(0.8**0.5, rel=0.03)
+
+
 @given(st.floats(1e-3, 1e15), st.floats(1e-3, 1e15))
 def test_shifts_are_bounded(foretold: float, measured: float) -> None:
     shift = Shift("disk", foretold, measured)
@@ -173,6 +185,18 @@ def test_what_halts_the_machine_for_a_moment_is_no_speed_of_its_disk() -> None:
     moments = [0.02 * i + (1.0 if i > 5 else 0.0) for i in range(12)]
     ends = [End(moment, 40_000_000 * i) for i, moment in enumerate(moments)]
     assert at_median(ends).bytes_per_s == pytest.approx(2e9) and at_median(ends).bytes == 440_000_000
+    assert at_median(ends).swing == 0  # too few parts
     assert at_median(ends[:1]) == at_median([]) == NOTHING
     small = [End(0.1 * i, 1000 * i) for i in range(4)]  # too little for parts
     assert at_median(small).bytes_per_s == pytest.approx(1e4)
+
+
+@pytest.mark.parametrize("slow", [1.0, 0.5])
+def test_the_quarters_of_a_reading_say_how_it_swings(slow: float) -> None:
+    ends, moment_s = [End(0.0, 0)], 0.0
+    for part in range(16):
+        moment_s += 0.01 / (slow if part < 4 else 1)
+        ends.append(End(moment_s, (part + 1) * (32 << 20)))
+    read = at_median(ends)
+    assert read.swing == pytest.approx(0 if slow == 1 else 0.247, abs=1e-3)
+    assert read.beside(NOTHING).swing == NOTHING.beside(read).swing == read.swing
