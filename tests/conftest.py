@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline in either: the two cores of a CI machine are shared, and an example that takes 10 ms can take 300.
-settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
-settings.register_profile("fuzz", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Nor is it told by the clock whether drawing an example takes too long.
+UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=100, derandomize=True, **UNTIMED)
+settings.register_profile("fuzz", max_examples=3000, **UNTIMED)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 

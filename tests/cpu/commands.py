@@ -22,6 +22,23 @@ ROOT = Path(__file__).parents[2]
 RATES = (Rate("host", "*", "*", 1e-5, 1e-10, 1e-11), Rate("disk0", "*", "*", 1e-4, 5e-10))
 MACHINE = MachineSpec("test", (Capacity("host", 1 << 34), Capacity("disk0", 1 << 40)), RATES, 2)
 
+# The program, which stands still where a pass begins and `when` holds, until a signal ends that.
+_STANDS = """#!{python}
+import sys, time
+from pathlib import Path
+from penstock.serve.session import Session
+step, passes = Session.step, 0
+def standing(*arguments):
+    global passes
+    passes += 1
+    if {when}:
+        time.sleep(600)
+    return step(*arguments)
+Session.step = standing
+from penstock.cli.entry import main
+sys.exit(main())
+"""
+
 # What stderr may hold beside the error.
 _NOTES = (
     "penstock: this model has no chat template",
@@ -70,7 +87,7 @@ def command(args: Iterable[object]) -> list[str]:
 
 def apart(*args: object, **kwargs: Any) -> Outcome:
     """A command in a process of its own."""
-    done = subprocess.run(command(args), cwd=ROOT, capture_output=True, timeout=120, **kwargs)
+    done = subprocess.run(command(args), cwd=ROOT, capture_output=True, timeout=600, **kwargs)
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -85,6 +102,15 @@ def start(*args: object, script: Path | None = None, cwd: Path = ROOT, **kwargs:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **kwargs,
     )
+
+
+def standing(folder: Path, when: str) -> Path:
+    """The console script of a program that stands still in its work, so that whoever wants to meet it there does,
+    however late. `when`: an expression, in which `passes` counts the one that would begin now."""
+    file = folder / "standing"
+    file.write_text(_STANDS.format(python=sys.executable, when=when))
+    file.chmod(0o755)
+    return file
 
 
 def refused(found: Outcome, says: str = "", kind: str | None = None, code: int = 2) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Server(NamedTuple):
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
         """(status, headers, JSON or text) of a request."""
         given = {"content-type": "application/json"} if body is not None else {}
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
         content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         connection.request(method, path, content, {**given, **(headers or {})})
         answer = connection.getresponse()
@@ -41,7 +41,7 @@ class Server(NamedTuple):
         return answer.status, answer.headers, json.loads(text) if is_json else text
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=600)
 
 
 @contextmanager
@@ -65,11 +65,11 @@ def serving(model: Path, cache: Path, *flags: object, **how: Any) -> Iterator[Se
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(600)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        rest.join(10)
+        rest.join(600)
         assert process.returncode == 0, said
         assert not any("Traceback" in line for line in said), said
 

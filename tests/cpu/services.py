@@ -50,7 +50,7 @@ class Heard:
         self.tell: Callable[[Told], None] = self._told.put
 
     def next(self) -> Told:
-        return self._told.get(timeout=60)
+        return self._told.get(timeout=600)
 
     def end(self) -> tuple[str, Told]:
         """The text of all pieces, and what came last."""

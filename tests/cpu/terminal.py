@@ -101,7 +101,8 @@ class Screen:
 def run_on_terminal(
     command: list[str], rows: int, columns: int, stdout_too: bool, look: Callable[[Screen], None]
 ) -> tuple[int, Screen, str]:
-    """(exit code, the screen at the end, stdout where it is no terminal). `look` sees the screen after each read."""
+    """(exit code, the screen at the end, stdout where it is no terminal). `look` sees the screen whenever something is
+    about to be erased or written over, however much came at once."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
@@ -109,7 +110,7 @@ def run_on_terminal(
         command, stdin=subprocess.DEVNULL, stdout=theirs if stdout_too else subprocess.PIPE, stderr=theirs, env=env
     )
     os.close(theirs)
-    screen, out, until_s = Screen(rows, columns), b"", time.monotonic() + 120
+    screen, out, until_s = Screen(rows, columns), b"", time.monotonic() + 600
     streams = [ours, *([child.stdout.fileno()] if child.stdout else [])]
     rest, decoder = "", codecs.getincrementaldecoder("utf-8")()
     while streams and time.monotonic() < until_s:
@@ -124,12 +125,13 @@ def run_on_terminal(
                 text = rest + decoder.decode(data)
                 cut = text.rfind("\x1b") if re.search(r"\x1b(\[[0-9;]*)?$", text) else len(text)
                 rest = text[cut:]
-                screen.feed(text[:cut])
-                look(screen)
+                for piece in re.split(r"(?=\x1b\[J|\r)", text[:cut]):
+                    screen.feed(piece)
+                    look(screen)
             else:
                 out += data
     os.close(ours)
-    code = child.wait(10)
+    code = child.wait(600)
     if child.stdout:
         child.stdout.close()
     return code, screen, out.decode()

@@ -48,7 +48,7 @@ class Apart:
             if self.waits_for >= 0 and arrived._needed[self.waits_for] > arrived._done:
                 break
             time.sleep(1e-4)
-            assert time.perf_counter() - start_s < 60, "the pass stands still"
+            assert time.perf_counter() - start_s < 600, "the pass stands still"
         self.done.append(ahead.calls_done)
 
 

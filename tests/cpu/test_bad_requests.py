@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.checkpoints import LLAMA, save_checkpoint
-from tests.cpu.commands import ROOT, Call, Outcome, apart, here, refused, start
+from tests.cpu.commands import ROOT, Call, Outcome, apart, here, refused, standing, start
 
 # --- flags -----------------------------------------------------------------------------------------------------------
 
@@ -115,6 +115,7 @@ def test_a_user_without_a_home(capsys: Any, model: Path, monkeypatch: pytest.Mon
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     refused(here(capsys, "plan", model, "--json"), "no home folder")
 
 
@@ -156,30 +157,49 @@ def test_no_streams_at_all(cache: Path, model: Path) -> None:
 def stopped(child: subprocess.Popen[bytes]) -> None:
     """130, also as a shell sees it: Python ends by the signal itself where it met it inside an `exec`, as
     dataclasses and named tuples do while a module is imported."""
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=600)
     assert child.returncode in (130, -signal.SIGINT), err
     assert err.splitlines()[-1] == b"penstock: stopped" and b"Traceback" not in err
 
 
-def test_ctrl_c_while_packing(tmp_path: Path) -> None:
+# The program, standing still when the file of its first shard is begun.
+STANDS_PACKING = """
+import sys, time
+from pathlib import Path
+from penstock.store.packing import Packing
+write = Packing.write
+def standing(self, dst, fill, *arguments, **named):
+    def waiting(*which):
+        if list(dst.parent.glob("*.partial/*.tmp")):
+            print("begun", flush=True)
+            time.sleep(600)
+        return fill(*which)
+    return write(self, dst, waiting, *arguments, **named)
+Packing.write = standing
+from penstock.cli.entry import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_packing(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Before the first shard is whole nothing stays. (What is kept after it: test_pack.)"""
     large = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4000}
     save_checkpoint(tmp_path / "source", large)
-    child = start("pack", tmp_path / "source", tmp_path / "packed", "--weights", "int4", "--json")
-    until = time.monotonic() + 60
-    while not list(tmp_path.glob("packed.partial/*.tmp")) and time.monotonic() < until:
-        assert child.poll() is None
-        time.sleep(0.005)
+    script = tmp_path_factory.mktemp("script") / "standing"
+    script.write_text(f"#!{sys.executable}\n{STANDS_PACKING}")
+    script.chmod(0o755)
+    child = start("pack", tmp_path / "source", tmp_path / "packed", "--weights", "int4", "--json", script=script)
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
     child.send_signal(signal.SIGINT)
     stopped(child)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.3])
-def test_ctrl_c_while_running(wait_s: float, cache: Path, model: Path) -> None:
-    """At any time after the first line: while it loads, reads the prompt, or answers."""
+def test_ctrl_c_while_running(wait_s: float, cache: Path, model: Path, tmp_path: Path) -> None:
+    """At any time after the first line: while it loads, reads the prompt, or answers, before its 200th pass."""
     flags = ("--resident", 0, "--ignore-eos", "--max-tokens", 250, "--cache", cache, "--json")
-    child = start("run", model, "abc", *flags, "--batch", 40)
+    child = start("run", model, "abc", *flags, "--batch", 40, script=standing(tmp_path, "passes == 200"))
     assert child.stderr is not None and child.stderr.readline().startswith(b"penstock: this model has no chat")
     time.sleep(wait_s)
     child.send_signal(signal.SIGINT)
@@ -204,7 +224,7 @@ def test_a_reader_that_has_seen_enough(line: str, code: int, cache: Path, model:
     flags = f"--cache {cache} --max-tokens 30 --ignore-eos"
     text = '"$0" -m penstock.cli ' + line.format(model=model, flags=flags, cache=cache)
     script = ["bash", "-o", "pipefail", "-c", text, sys.executable]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stderr
     assert all(each.startswith("penstock: ") for each in done.stderr.splitlines())
     assert "fault of ours" not in done.stderr

@@ -20,7 +20,7 @@ from penstock.serve.batch.lines import MOST_LINE_BYTES
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.store.pack import pack
-from tests.cpu.commands import ROOT, Call, Outcome, apart, here, machine_cache, refused, start
+from tests.cpu.commands import ROOT, Call, Outcome, apart, here, machine_cache, refused, standing, start
 from tests.cpu.engines import load
 
 TALE = ROOT / "penstock" / "assets" / "tale-llama"
@@ -186,14 +186,17 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_goes_on(cache: Path, packed: Path, single: Engine, tmp_path: Path) -> None:
     """Killed at three moments, of which the file shows the progress. A line that was cut off is done again."""
+    done_file = f"Path({str(tmp_path / 'out')!r})"
     lines, out = requests(120, seed=2), tmp_path / "out"
     write(tmp_path / "in", lines)
     args = ("batch", tmp_path / "in", out, "--model", packed, "--cache", cache, "--json", "--batch", "4")
     rng, before = random.Random(3), 0
     for _ in range(3):
-        process = start(*args)
         wanted = before + rng.randint(1, 30)
-        until_s = time.monotonic() + 60
+        # It does not come to its end before it is killed.
+        script = standing(tmp_path, f"{done_file}.exists() and {done_file}.read_bytes().count(b'\\n') >= {wanted}")
+        process = start(*args, script=script)
+        until_s = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < until_s:
             if out.exists() and out.read_bytes().count(b"\n") >= wanted:
                 break
@@ -214,11 +217,11 @@ def test_ctrl_c_says_how_to_go_on(cache: Path, packed: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     write(tmp_path / "in", [request(i, prompt="a king", max_tokens=200, ignore_eos=True) for i in range(300)])
     process = start("batch", tmp_path / "in", out, "--model", packed, "--cache", cache, "--batch", "2")
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 600
     while time.monotonic() < until_s and not (out.exists() and out.stat().st_size):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "of 300 lines are left: the same command goes on with them" in err.decode()
     assert len(texts(out)) < 300

@@ -119,7 +119,7 @@ def test_nodes_import_nothing_from_here(tmp_path: Path, monkeypatch: pytest.Monk
 
     begin()
     try:
-        assert not ray.get(ray.remote(looks).remote(), timeout=120)
+        assert not ray.get(ray.remote(looks).remote(), timeout=600)
     finally:
         ray.shutdown()
 

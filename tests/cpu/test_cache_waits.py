@@ -125,7 +125,7 @@ def test_ctrl_c_while_waiting_is_130_and_a_waiting_run_shows_progress(checkpoint
         assert b"another process is packing" in second.stderr.readline()
         assert re.search(rb"waiting for another process to pack: \d+ KiB of \d+ KiB", second.stderr.readline())
         second.send_signal(signal.SIGINT)
-        _, err = second.communicate(timeout=60)
+        _, err = second.communicate(timeout=600)
         assert (second.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
         assert first.poll() is None
 

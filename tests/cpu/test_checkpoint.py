@@ -99,7 +99,7 @@ def test_two_reads_meet_a_file_system_that_refuses_direct_ones(tall: Path, monke
 
     def read_into(fd: int, *rest: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            begun.wait(10)
+            begun.wait(600)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, *rest)
 

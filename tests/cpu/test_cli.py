@@ -22,7 +22,7 @@ needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the model stori
 
 def penstock(*args: str, stdin: str = "", **kwargs) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "penstock.cli", *args]
-    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=600, **kwargs)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_help_imports_nothing_heavy(args):
         "print([m for m in ('torch', 'numpy', 'rich', 'jinja2', 'tokenizers', 'asyncio') if m in sys.modules]); "
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -64,7 +64,7 @@ def test_planning_imports_neither_torch_nor_numpy():
         "import sys; import penstock.cli.plan, penstock.serve.planning; "
         "print('numpy' in sys.modules or 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "False"
 
 
@@ -87,7 +87,7 @@ def test_a_command_imports_no_pydantic(args, exits, without):
         "import sys; from penstock.cli.main import main; "
         f"code = main({args.split()}); print(code, [m for m in {without.split()} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == f"{exits} []", done.stderr
 
 
@@ -213,7 +213,7 @@ def test_reader_that_has_seen_enough():
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "penstock.cli", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, timeout=600)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -222,7 +222,7 @@ def test_reader_that_has_seen_enough():
 def test_full_disk_behind_stdout():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "penstock.cli", "--help"]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 2
     assert done.stderr.startswith("penstock: ") and done.stderr.count("\n") == 1
 

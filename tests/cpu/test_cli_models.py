@@ -52,7 +52,7 @@ def test_ctrl_c_while_it_streams(cache):
     )
     assert child.stdout.read(5)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=600)
     assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
 
 

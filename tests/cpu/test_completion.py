@@ -25,7 +25,7 @@ def completed(text: str, *words: str) -> list[str]:
     """What bash offers for the last of these words."""
     asked = f"COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _penstock; printf '%s\\n' "
     line = text + asked + '"${COMPREPLY[@]}"'
-    done = subprocess.run(["bash", "--norc", "-c", line], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "--norc", "-c", line], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -47,7 +47,7 @@ def test_other_shells_read_it(shell: str) -> None:
     assert "host-memory" in text and "train-predictors" in text
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here to read it")
-    assert subprocess.run([shell, "-n", "-c", text], timeout=20).returncode == 0
+    assert subprocess.run([shell, "-n", "-c", text], timeout=600).returncode == 0
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_fish_completes_commands_flags_and_files(home: dict[str, str]) -> None:
 
     def offered(line: str) -> list[str]:
         asked = ["fish", "-c", f"complete -C '{line}'"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, env=home, cwd=home["HOME"])
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=600, env=home, cwd=home["HOME"])
         return [each.split("\t")[0] for each in done.stdout.splitlines()]
 
     assert offered("penstock pr") == ["probe", "profile", "prune"]
@@ -82,7 +82,7 @@ def test_zsh_completes_commands_flags_and_files(home: dict[str, str]) -> None:
     folder = Path(home["HOME"]) / ".local/share/zsh/site-functions"
     folder.mkdir(parents=True)
     (folder / "_penstock").write_text(made("zsh"))
-    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf8", timeout=20, env=home, cwd=home["HOME"])
+    shell = pexpect.spawn("zsh", ["-f", "-i"], encoding="utf8", timeout=600, env=home, cwd=home["HOME"])
     shell.sendline(f"fpath+=({folder}); autoload -Uz compinit; compinit -u; PS1=; echo rea''dy")
     shell.expect("ready")
     for typed, shown in (

@@ -45,7 +45,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, 
 
     def waiting(*arguments: Any, **named: Any) -> Path:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(600)
         return write(*arguments, **named)
 
     monkeypatch.setattr(Packing, "write", waiting)
@@ -64,7 +64,7 @@ def is_what_pack_writes(checkpoint: Path, cache: Path, tmp_path: Path) -> None:
 def test_it_answers_before_its_copy_is_there(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = machine_cache(tmp_path / "cache")
     with held_up(monkeypatch) as (begun, goes_on), LLM(checkpoint, cache=cache) as llm:
-        assert begun.wait(60) and repr(llm).startswith(f"<LLM {checkpoint.name}: ")
+        assert begun.wait(600) and repr(llm).startswith(f"<LLM {checkpoint.name}: ")
         first = llm.generate("abc", GREEDY)[0].token_ids
         assert not (cache / "models").exists()
         goes_on.set()
@@ -107,7 +107,7 @@ def test_a_piece_waits_for_the_end_of_a_pass() -> None:
     thread.join(0.3)
     assert thread.is_alive() and filled == ["piece"]
     stepping.release()
-    thread.join(60)
+    thread.join(600)
     assert filled == ["piece"] * 2 and not stepping.locked()
     closed[0] = True
     with pytest.raises(BadRequest, match="was closed"):
@@ -131,16 +131,18 @@ def test_a_model_that_is_closed_breaks_its_copy_off(checkpoint: Path, tmp_path: 
     def tell(what: str, done: int, total: int) -> None:
         if total:
             begun.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(600)
 
     engine.begin_copy(pytest.fail, tell)
-    assert begun.wait(60)
+    assert begun.wait(600)
     engine.end_copy(0.01)  # it takes longer
     closer = threading.Thread(target=engine.close)
     closer.start()
-    closer.join(0.2)
+    writing = engine._copy
+    assert writing is not None
+    wait_for(lambda: writing._breaks_off)
     goes_on.set()
-    closer.join(60)
+    closer.join(600)
     assert names(tmp_path) == [] and not closer.is_alive()
     assert "penstock-copy" not in {thread.name for thread in threading.enumerate()}
     with closing(engine_of(opened(checkpoint, tmp_path))) as again:
@@ -155,7 +157,7 @@ def test_a_model_that_nobody_has_any_more_still_writes_its_copy(
     cache = machine_cache(tmp_path / "cache")
     with held_up(monkeypatch) as (begun, goes_on):
         llm = LLM(checkpoint, cache=cache)
-        assert begun.wait(60)
+        assert begun.wait(600)
         session, writing = llm.engine.session, llm.engine._copy
         gone = weakref.ref(llm)
         del llm
@@ -208,7 +210,7 @@ def test_a_checkpoint_that_changes_meanwhile(checkpoint: Path, tmp_path: Path, m
     with held_up(monkeypatch) as (begun, goes_on), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with LLM(checkpoint, cache=cache):
-            assert begun.wait(60)
+            assert begun.wait(600)
             replace_file(checkpoint / "model.safetensors")
             goes_on.set()
     assert any("changed while it was packed" in str(each.message) for each in told)
@@ -221,7 +223,7 @@ def test_of_two_first_uses_one_writes(checkpoint: Path, tmp_path: Path, monkeypa
     with held_up(monkeypatch) as (begun, goes_on):
         one, two = LLM(checkpoint, cache=cache), LLM(checkpoint, cache=cache)
         with one, two:
-            assert begun.wait(60)
+            assert begun.wait(600)
             goes_on.set()
     is_what_pack_writes(checkpoint, cache, tmp_path)
     assert len(names(cache)) == 1
@@ -230,18 +232,28 @@ def test_of_two_first_uses_one_writes(checkpoint: Path, tmp_path: Path, monkeypa
 # --- the server ----------------------------------------------------------------------------------------------
 
 
+# Each piece of a copy takes so long, until the copy is broken off.
 SLOW = """#!{python}
-import sys, time
+import sys, threading
 import penstock.cli.loading as loading
 import penstock.serve.session as session
-between_passes = session.between_passes
+from penstock.serve.copying import CopyWriting
+between_passes, ends = session.between_passes, threading.Event()
+begin, break_off = CopyWriting.__init__, CopyWriting.break_off
 def slow(*arguments):
     fill = between_passes(*arguments)
     def wait(*which):
-        time.sleep({piece_s})
+        ends.wait({piece_s})
         return fill(*which)
     return wait
+def beginning(*arguments):
+    ends.clear()
+    begin(*arguments)
+def breaking_off(writing):
+    ends.set()
+    break_off(writing)
 session.between_passes, loading._ENDING_S = slow, {ending_s}
+CopyWriting.__init__, CopyWriting.break_off = beginning, breaking_off
 from penstock.cli.entry import main
 sys.exit(main())
 """
@@ -270,7 +282,7 @@ def right_answer(checkpoint: Path, tmp_path: Path) -> str:
 
 def test_a_server_answers_while_its_copy_is_written(checkpoint: Path, tmp_path: Path) -> None:
     cache, right = machine_cache(tmp_path / "cache"), right_answer(checkpoint, tmp_path)
-    with serving(checkpoint, cache, "--name", "a", script=script(tmp_path, 0.05, 60)) as server:
+    with serving(checkpoint, cache, "--name", "a", script=script(tmp_path, 0.05, 600)) as server:
         assert completed(server, "a") == right
     is_what_pack_writes(checkpoint, cache, tmp_path)  # it was given time at the end
     with serving(checkpoint, cache, "--name", "a") as server:
@@ -280,21 +292,21 @@ def test_a_server_answers_while_its_copy_is_written(checkpoint: Path, tmp_path: 
 
 def test_sigterm_while_the_copy_is_written(checkpoint: Path, tmp_path: Path) -> None:
     cache = machine_cache(tmp_path / "cache")
-    with serving(checkpoint, cache, "--name", "a", script=script(tmp_path, 1, 0.1)) as server:
+    with serving(checkpoint, cache, "--name", "a", script=script(tmp_path, 600, 0.1)) as server:
         completed(server, "a")
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(30)
+        server.process.wait(600)
         assert names(cache) == []
     assert server.process.returncode == 0 and not any("not written" in line for line in server.said)
 
 
 def test_a_kill_while_the_copy_is_written(checkpoint: Path, tmp_path: Path) -> None:
-    cache, slow = machine_cache(tmp_path / "cache"), script(tmp_path, 1, 0.1)
+    cache, slow = machine_cache(tmp_path / "cache"), script(tmp_path, 600, 0.1)
     with pytest.raises(AssertionError), serving(checkpoint, cache, "--name", "a", script=slow) as server:
         completed(server, "a")
         wait_for(lambda: (cache / "models").exists() and names(cache) != [])
         server.process.kill()
-        server.process.wait(30)
+        server.process.wait(600)
     assert [name.endswith(".partial") for name in names(cache)] == [True]
     folder, _ = resolved(checkpoint, cache)
     verify(folder)
@@ -303,7 +315,7 @@ def test_a_kill_while_the_copy_is_written(checkpoint: Path, tmp_path: Path) -> N
 def wait_for(seen: Callable[[], bool]) -> None:
     import time
 
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 600
     while not seen():
         assert time.monotonic() < until_s
         time.sleep(0.02)
@@ -312,7 +324,7 @@ def wait_for(seen: Callable[[], bool]) -> None:
 def test_a_model_that_gives_its_place_to_another(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", dtype="BF16")
     cache, right = machine_cache(tmp_path / "cache"), right_answer(checkpoint, tmp_path)
-    slow = script(tmp_path, 1, 0.1)
+    slow = script(tmp_path, 600, 0.1)
     with serving(checkpoint, cache, "--name", "a", "--model", f"b={other}", script=slow) as server:
         assert completed(server, "a") == right
         theirs = completed(server, "b")

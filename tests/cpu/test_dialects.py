@@ -30,12 +30,12 @@ def server(cache: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def llama(server: Server) -> ollama.Client:
-    return ollama.Client(host=f"http://127.0.0.1:{server.port}", timeout=60)
+    return ollama.Client(host=f"http://127.0.0.1:{server.port}", timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_the_site_builds_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs builds the site")
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     build = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", ROOT / "mkdocs.yml", "-d", tmp_path]
-    done = subprocess.run(build, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(build, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     elsewhere = re.compile(r"""(?:src=|<link[^>]*href=|url\(|@import )["']?(?:https?:)?//""")
     pages = [file for kind in ("*.html", "*.css") for file in tmp_path.rglob(kind)]

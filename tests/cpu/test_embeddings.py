@@ -62,7 +62,7 @@ def test_beside_answers_they_are_those_alone(folder: Path, name: str) -> None:
                 if expected.embedding is not None:
                     np.testing.assert_array_equal(told.answer.embedding, expected.embedding)
                     assert told.answer.ttft_s > 0 and not told.answer.text
-            assert service.idle(10) and service.free_sequences == SEQS
+            assert service.idle(600) and service.free_sequences == SEQS
             counts = service.counts
             noted = dict(service.pass_times.measured)
             service.generate(some[:1] * 6, Pooling("mean"))
@@ -211,7 +211,7 @@ def test_openai_client_embeds(server: Server, expected: NDArray[np.float32]) -> 
 
 
 def test_ollama_client_embeds(server: Server, expected: NDArray[np.float32]) -> None:
-    client = ollama.Client(host=f"http://127.0.0.1:{server.port}", timeout=60)
+    client = ollama.Client(host=f"http://127.0.0.1:{server.port}", timeout=600)
     done = client.embed(model="tiny", input=TEXTS)
     np.testing.assert_allclose(np.array(done.embeddings), expected, atol=1e-6)
     assert done.prompt_eval_count and done.total_duration and done.model == "tiny"

@@ -63,7 +63,7 @@ def soon(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(600)
     assert found, "it hangs"
     result, error = found[0]
     if error is not None:
@@ -378,5 +378,5 @@ def test_an_interrupt_while_a_task_is_handed_over(tmp_path: Path) -> None:
     assert lane_ready.is_set()
     closing = threading.Thread(target=executor.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(600)
     assert not closing.is_alive()

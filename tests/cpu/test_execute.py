@@ -27,7 +27,7 @@ class Reading:
     complete = done
 
     def wait(self) -> object:
-        return self.arrived.wait(10)
+        return self.arrived.wait(600)
 
 
 class Two(Dispatch):

@@ -153,7 +153,7 @@ def test_no_temporary_folder_for_small_files(checkpoint: Path, tmp_path: Path, m
 
 def stopped(child: subprocess.Popen[bytes]) -> list[str]:
     """What the command has said when it was ended by Ctrl-C."""
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=600)
     lines = err.decode().splitlines()
     assert (child.returncode, lines[-1]) == (130, "penstock: stopped")
     return lines
@@ -194,7 +194,8 @@ def answering(checkpoint: Path, tmp_path: Path, piece_s: float = 0.0) -> subproc
 def test_ctrl_c_in_an_answer_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -> None:
     child, cache = answering(checkpoint, tmp_path), tmp_path / "cache"
     child.send_signal(signal.SIGINT)
-    assert "writes the packed copy, which the next run starts from" in stopped(child)[-2]
+    # Progress may be told after it, where the disk is slow.
+    assert any("writes the packed copy, which the next run starts from" in line for line in stopped(child))
     (folder,) = (cache / "models").iterdir()
     verify(folder)
     assert resolved(checkpoint, cache)[1].news == []
@@ -215,7 +216,7 @@ def test_a_closed_pipe_still_writes_the_copy(checkpoint: Path, tmp_path: Path) -
     child = answering(checkpoint, tmp_path)
     assert child.stdout is not None
     child.stdout.close()
-    assert child.wait(60) == 0
+    assert child.wait(600) == 0
     (folder,) = (tmp_path / "cache/models").iterdir()
     verify(folder)
 

@@ -49,7 +49,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def penstock(cache: Path, *arguments: object, cgroup: Path | None = None) -> tuple[int, dict[str, Any], str]:
     command = [sys.executable, "-m", "penstock.cli", *map(str, arguments), "--json", "--cache", str(cache)]
-    done = run_inside(cgroup, command, timeout=300)
+    done = run_inside(cgroup, command, timeout=600)
     lines = done.stdout.strip().splitlines()
     return done.returncode, json.loads(lines[-1]) if lines else {}, done.stderr
 

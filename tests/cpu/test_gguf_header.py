@@ -180,7 +180,9 @@ def test_a_header_takes_no_more_memory_than_its_bytes_claim(tmp_path: Path) -> N
         assert peak_bytes < 40_000_000 and time.process_time() - start_s < 10
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_a_changed_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(gguf_files.small())

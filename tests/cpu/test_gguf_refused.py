@@ -151,7 +151,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_a_changed_file_is_packed_or_refused(small_model: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """Bytes of the header, and numbers of 4 and 8 bytes in it."""

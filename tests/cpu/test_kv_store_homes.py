@@ -239,7 +239,7 @@ def test_a_service_does_not_go_on_from_what_was_not_saved(folder: Path, monkeypa
             heard = Heard()
             service.submit(PROMPT, PARAMS, heard.tell)
             _, told = heard.end()
-            assert isinstance(told, Ended) and service.idle(10)
+            assert isinstance(told, Ended) and service.idle(600)
             answers.append(told.answer)
             with engine.held(), monkeypatch.context() as patched:
                 if len(answers) == 2:

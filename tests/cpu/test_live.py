@@ -41,7 +41,8 @@ session = SimpleNamespace(reader=SimpleNamespace(bytes_read=5), watchers=[])
 engine = SimpleNamespace(session=session)
 text = sys.argv[1]
 with live.live(engine, lambda: (3, 0.0), streams=True) as shown:
-    time.sleep(0.02)
+    while not shown._on_screen:
+        time.sleep(0.001)
     for at in range(0, len(text), 3):
         shown.write(text[at : at + 3])
         time.sleep(0.002)

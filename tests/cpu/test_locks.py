@@ -72,7 +72,7 @@ def test_who_waits_gets_the_folder_that_has_the_name_then(tmp_path: Path, anothe
         folder.mkdir()
     assert not first.is_at(folder) and first.is_at(tmp_path / "away")
     first.close()
-    waiter.join(30)
+    waiter.join(600)
     if another:
         assert found[0] is not None and found[0].is_at(folder)
     else:

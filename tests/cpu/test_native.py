@@ -159,7 +159,7 @@ def file() -> Iterator[RandomFile]:
 BLOCKS = [PAGE, 3 * PAGE, 256 * 1024, 5 * 4 * 1024 * 17, MIB, 64 * MIB]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(first=st.integers(0, 1300), pages=st.integers(0, 1300), into=st.integers(0, 8), block=st.sampled_from(BLOCKS))
 def test_direct_reads_give_the_bytes_of_the_file(
     file: RandomFile, first: int, pages: int, into: int, block: int

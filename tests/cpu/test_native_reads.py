@@ -246,7 +246,7 @@ def test_closing_beside_threads_that_wait(engine: str, file: RandomFile, memory:
             thread.start()
         reader.close()
         for thread in waiting:
-            thread.join(20)
+            thread.join(600)
         assert all(load.done for load in loads) and not any(thread.is_alive() for thread in waiting)
 
 

@@ -114,7 +114,7 @@ def test_the_probe(trap: Trap) -> None:
 
 def test_the_measuring_of_a_device(trap: Trap) -> None:
     command = child.command("penstock.runtime.device.cuda.measure")
-    done = subprocess.run(command, cwd=trap.folder, input="{}", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=trap.folder, input="{}", capture_output=True, text=True, timeout=600)
     trap.check()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
 

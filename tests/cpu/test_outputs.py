@@ -130,7 +130,7 @@ def test_what_is_no_file(target: str, stdout: str, model: Path, cache: Path, tmp
     args = ["plan", model, "--cache", cache, "--trace", target.format(folder=tmp_path)]
     with (tmp_path / "out").open("wb") as out:
         streams = {"stdout": out, "stderr": out} if stdout == "file" else {"capture_output": True}
-        done = subprocess.run(command(args), cwd=ROOT, timeout=60, **streams)  # type: ignore[call-overload]
+        done = subprocess.run(command(args), cwd=ROOT, timeout=600, **streams)  # type: ignore[call-overload]
     said = (tmp_path / "out").read_bytes() if stdout == "file" else done.stderr
     assert done.returncode == 2 and b"is not a file that can be written" in said and said.count(b"\n") == 1, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "pipe"]
@@ -140,7 +140,7 @@ def test_the_file_that_is_printed_to(model: Path, cache: Path, tmp_path: Path) -
     """`penstock plan … --json --trace FILE > FILE`: the shell has made it empty already."""
     args = ["plan", model, "--cache", cache, "--json", "--trace", tmp_path / "out"]
     with (tmp_path / "out").open("wb") as out:
-        done = subprocess.run(command(args), cwd=ROOT, stdout=out, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(command(args), cwd=ROOT, stdout=out, stderr=subprocess.PIPE, timeout=600)
     assert done.returncode == 2 and b"is not a file that can be written" in done.stderr
     assert b'"error"' in (tmp_path / "out").read_bytes()
 

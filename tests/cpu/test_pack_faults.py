@@ -150,7 +150,7 @@ def interrupt(src: Path, dst: Path, how: signal.Signals, stop: int, *spread: Pat
     assert child.stdout is not None
     assert child.stdout.readline() == "stopped\n", child.communicate()[1]
     child.send_signal(how)
-    child.communicate(timeout=30)
+    child.communicate(timeout=600)
     return child
 
 

@@ -83,11 +83,11 @@ def test_a_missing_edge_is_seen(models: Models, oracle: Logits) -> None:
     true_start = hasty.reader.start
 
     class Late:
-        """A load that the disk begins 2 ms after it was asked."""
+        """A load that the disk begins 50 ms after it was asked."""
 
         def __init__(self, *where: object) -> None:
             self._found: list[DiskLoad] = []
-            self._timer = threading.Timer(0.002, lambda: self._found.append(true_start(*where)))  # type: ignore[arg-type]
+            self._timer = threading.Timer(0.05, lambda: self._found.append(true_start(*where)))  # type: ignore[arg-type]
             self._timer.start()
 
         def _load(self) -> DiskLoad:

@@ -42,7 +42,7 @@ def test_it_goes_on_with_what_is_lacking(tmp_path: Path) -> None:
     found = known(RAM)
     found[LOADS] = ProbeFindings(found[LOADS].rates[:1])
     _keep(kept, found)
-    machine = probe_apart(tmp_path, lambda name, *_: seen.append(name), kept=kept)
+    machine = probe_apart(tmp_path, lambda name, *_: seen.append(name), kept=kept, most_s=600)
     assert set(seen) - {""} <= {LOADS, RAM}
     assert not kept.exists() and "no time" not in machine.source and not machine.rough
     assert machine.rate("host", "ffn", "int8", 512) == LIKE.rate("host", "ffn", "int8", 512)

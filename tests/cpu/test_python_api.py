@@ -142,7 +142,7 @@ def test_the_types_of_every_example_are_right(tmp_path: Path) -> None:
     written = tmp_path / "program.py"
     written.write_text(program("m"))
     found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", written], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mypy", "--strict", written], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert found.returncode == 0, found.stdout
 

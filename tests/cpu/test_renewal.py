@@ -67,9 +67,10 @@ def test_a_disk_slower_than_foretold(folder: Path, slow_disk: float, times_slowe
         assert renewed is not None
         (disk,) = renewed.shifts  # so little stays that it says nothing of the RAM
         assert disk.what == "disk" and disk.measured_bytes_per_s == engine.session.loading.bytes_per_s <= slow_disk
-        assert (
-            disk.times <= 1 and (times_slower == 1 or disk.times < 0.5) and (disk.times == 0.25) == (times_slower > 4)
-        )
+        assert disk.times <= 1 and (times_slower == 1 or disk.times < 0.5)
+        # On a busy machine loading may be a quarter as fast as stated in all cases.
+        bounded = disk.measured_bytes_per_s <= 0.25 * disk.foretold_bytes_per_s
+        assert (disk.times == 0.25) == bounded and (bounded or times_slower < 4)
         today = machine.faster(is_disk, disk.times)
         by_hand = predict(plan, replace(engine.ask, prompt_tokens=128), today)
         assert renewed.prediction.decode_tokens_per_s == pytest.approx(by_hand.decode_tokens_per_s, rel=0.05)
@@ -106,9 +107,9 @@ def test_reads_on_where_loading_was_short(enough: bool, folder: Path, monkeypatc
             yield nbytes
 
     monkeypatch.setattr(reread, "waited_for", slowly)
+    monkeypatch.setattr(renewal, "_LEAST_READ_S", 0.5 if enough else 1e9)  # loading alone is never long enough then
     if enough:
         monkeypatch.setattr(renewal, "_LEAST_READ_BYTES", 1)
-        monkeypatch.setattr(renewal, "_LEAST_READ_S", 0.5)
     with load(folder, plan) as engine:
         (expected,) = engine.generate([[1, 2, 3]], SHORT)
     with closing(Engine.load(folder, Ask(), Loading(machine=with_disk(1e12), plan=plan))) as engine:

@@ -133,7 +133,7 @@ def test_64_streams_at_once_are_right(model: Path, cache: Path, engine: Engine) 
 
         found = list(pool.map(one, range(64)))
         assert [text for i, text in enumerate(found) if i % 3] == [text for i, text in enumerate(expected) if i % 3]
-        for _ in range(100):  # those that were cut off leave at the next pass
+        for _ in range(1200):  # those that were cut off leave at the next pass
             metrics = server.ask("GET", "/metrics")[2]
             if "penstock_requests_running 0.0" in metrics and "penstock_sequences_free 4.0" in metrics:
                 break
@@ -268,11 +268,11 @@ def test_raw_sockets_block_nobody(server: Server) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: 99999999999\r\n\r\n",
     ):
-        raw = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=600)
         with suppress(ConnectionResetError, BrokenPipeError):  # refused before all of it was sent
             raw.sendall(sent)
         held.append(raw)
-    pipelined = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    pipelined = socket.create_connection(("127.0.0.1", server.port), timeout=600)
     pipelined.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
     seen = b""
     while seen.count(b'"ok"') < 3:
@@ -303,8 +303,8 @@ def test_keys_are_needed_where_they_are_given(model: Path, cache: Path, tmp_path
             cached.append(done.usage.prompt_tokens_details.cached_tokens == done.usage.prompt_tokens - 1)
         assert cached == [False, True, False]
         ann = server.client("secret-three")
-        for stream in (False, True):  # the first leaves some, the second takes more than there is
-            list(ann.completions.create(model=model.name, prompt="a" * 20, max_tokens=1, stream=stream))
+        for size in (20, 100):  # the first leaves some, the second takes what comes in three minutes
+            list(ann.completions.create(model=model.name, prompt="a" * size, max_tokens=1, stream=size > 20))
         with pytest.raises(openai.RateLimitError, match="30 tokens a minute"):
             ann.completions.create(model=model.name, prompt="a", max_tokens=1)
 
@@ -354,7 +354,7 @@ def test_sigterm_lets_answers_end_and_takes_no_more(model: Path, cache: Path, en
                 break
         text += "".join(event.choices[0].text for event in stream)
         assert text == text_of(engine, "Once", max_tokens=100, ignore_eos=True)
-        server.process.wait(60)
+        server.process.wait(600)
     assert server.process.returncode == 0 and "penstock: ended\n" in server.said
 
 
@@ -370,6 +370,6 @@ def test_answers_are_not_kept_from_those_who_wait(server: Server) -> None:
 
 
 def test_the_openapi_document_is_there(server: Server) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/openapi.json", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/openapi.json", timeout=600) as answer:
         document = json.load(answer)
     assert "/v1/chat/completions" in document["paths"]

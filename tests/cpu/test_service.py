@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_answers_in_company_are_those_alone(folder: Path, name: str) -> None:
                 assert told.answer.text == expected.text and told.answer.text.endswith(text)
                 assert told.answer.finish_reason == expected.finish_reason
                 assert told.answer.ttft_s > 0 and len(told.answer.inter_token_s) == len(expected.token_ids) - 1
-            assert service.idle(10) and service.free_sequences == SEQS
+            assert service.idle(600) and service.free_sequences == SEQS
             counts = service.counts
         assert counts.answered == len(some) and counts.failed == counts.cancelled == 0
         assert counts.given_back or counts.prompt_tokens == sum(map(len, some))
@@ -142,7 +143,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(folder: Path, monkeypatch: pyte
                     service.submit([1, 2, 3], params, each.tell)
                 ends = [each.end()[1] for each in heard]
                 assert place == "_unsaved" or all(isinstance(end, Failed) for end in ends)
-                assert service.idle(10)
+                assert service.idle(600)
             again = Heard()
             service.submit([1, 2, 3], params, again.tell)
             assert isinstance(again.end()[1], Ended) and service.free_sequences == SEQS
@@ -201,7 +202,7 @@ def test_cancelled_requests_leave_and_the_others_stay_right(folder: Path) -> Non
                     assert isinstance(told, Cancelled | Ended)
                 else:
                     assert isinstance(told, Ended) and told.answer.token_ids == alone[i]
-            assert service.idle(10) and service.free_sequences == SEQS and service.counts.cancelled >= 1
+            assert service.idle(600) and service.free_sequences == SEQS and service.counts.cancelled >= 1
 
 
 def test_threads_ask_at_once(folder: Path) -> None:
@@ -286,7 +287,7 @@ def test_the_engine_answers_nobody_else_while_requests_are_here(folder: Path) ->
 
             def tell(told: Told) -> None:
                 heard.tell(told)
-                may_go_on.wait(30)
+                may_go_on.wait(600)
 
             service.submit([1], params, tell)
             heard.next()
@@ -296,7 +297,7 @@ def test_the_engine_answers_nobody_else_while_requests_are_here(folder: Path) ->
             assert late.is_alive()
             may_go_on.set()
             heard.end()
-            late.join(30)
+            late.join(600)
             assert not late.is_alive()  # the service is open still, and has nothing to do
 
 
@@ -319,7 +320,7 @@ def test_threads_wait_for_answers_together(folder: Path) -> None:
 
             with ThreadPoolExecutor(7) as pool:
                 assert list(pool.map(ask, range(7))) == [*alone, []]
-            assert service.idle(10) and service.free_sequences == SEQS
+            assert service.idle(600) and service.free_sequences == SEQS
             assert service.counts.passes < sum(len(ids) for answers in alone for ids in answers)
             stream = engine.stream([1, 2], params[0])
             next(stream)
@@ -349,9 +350,18 @@ def test_what_others_wrote_over_is_read_again(folder: Path, name: str) -> None:
             assert "".join(engine.stream(other, params)) == before
 
 
-def test_closing_ends_what_threads_wait_for(folder: Path) -> None:
+def test_closing_ends_what_threads_wait_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth pass does not end before closing has begun."""
     with load(folder, plan=plans(folder)["streaming"]) as engine:
         service = Service(engine, prompt_rows=4, queue=100)
+        step, abandon, abandoned = engine.session.step, service.abandon, threading.Event()
+
+        def waiting(*arguments: Any) -> Any:
+            assert service.counts.passes < 3 or abandoned.wait(600)
+            return step(*arguments)
+
+        monkeypatch.setattr(engine.session, "step", waiting)
+        monkeypatch.setattr(service, "abandon", lambda: (abandon(), abandoned.set()))
         long = SamplingParams(max_tokens=90, ignore_eos=True)
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(service.generate, [[i]], long) for i in range(3)]

@@ -49,7 +49,7 @@ class Quiet:
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
 def test_a_model_waits_until_the_other_is_idle_and_nobody_overtakes() -> None:

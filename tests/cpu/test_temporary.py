@@ -14,7 +14,7 @@ import pytest
 
 from penstock.store.locks import lock_folder
 from penstock.store.temporary import PREFIX, remove_left, temporary_folder
-from tests.cpu.commands import machine_cache, start
+from tests.cpu.commands import machine_cache, standing, start
 
 
 def left(parent: Path, pid: int, name: str = "abcdefgh") -> Path:
@@ -77,7 +77,7 @@ def test_the_next_first_run_removes_what_a_killed_one_left(checkpoint: Path, tmp
     made.mkdir()
     where = {**os.environ, "TMPDIR": str(made)}
     args = ("run", checkpoint, "abc", "--cache", cache, "--ignore-eos", "--raw", "--max-tokens")
-    child = start(*args, "100000", env=where)
+    child = start(*args, "100000", env=where, script=standing(tmp_path, "passes == 20"))
     assert child.stdout is not None
     assert child.stdout.read(1)
     assert len(os.listdir(made)) == 1
@@ -85,7 +85,7 @@ def test_the_next_first_run_removes_what_a_killed_one_left(checkpoint: Path, tmp
     child.wait()
     assert len(os.listdir(made)) == 1
     again = start(*args, "2", env=where)
-    assert again.wait(60) == 0
+    assert again.wait(600) == 0
     assert os.listdir(made) == []
 
 
@@ -107,4 +107,4 @@ def test_a_living_one_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.Monke
     remove_left(tmp_path)
     assert folder.exists()
     child.stdin.close()
-    assert child.wait(30) == 0 and not folder.exists()
+    assert child.wait(600) == 0 and not folder.exists()

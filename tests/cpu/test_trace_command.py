@@ -15,7 +15,7 @@ from penstock.graph.timeline import Timeline
 from penstock.graph.trace import BEGINS
 from penstock.serve.trace_file import TraceFile
 from penstock.store.packed import open_packed
-from tests.cpu.commands import Call, here, refused, start
+from tests.cpu.commands import Call, here, refused, standing, start
 from tests.cpu.engines import GREEDY, load, streaming
 from tests.traces import read_trace, spans, tracks
 
@@ -105,12 +105,15 @@ def test_a_failure_leaves_the_older_trace(model: Path, tmp_path: Path, call: Cal
     assert file.read_text() == OLDER and list(tmp_path.iterdir()) == [file]
 
 
-def test_ctrl_c_leaves_what_was_done(model: Path, tmp_path: Path, cache: Path) -> None:
+def test_ctrl_c_leaves_what_was_done(
+    model: Path, tmp_path: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     args = ("run", model, "ab", "--raw", "--ignore-eos", "--max-tokens", "200", "--cache", cache, "--resident", "0")
-    child = start(*args, "--trace", tmp_path / "trace.json")
+    script = standing(tmp_path_factory.mktemp("script"), "passes == 100")
+    child = start(*args, "--trace", tmp_path / "trace.json", script=script)
     assert child.stdout is not None and child.stdout.read(3)
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=600)
     assert (child.returncode, err.splitlines()[-1]) == (130, b"penstock: stopped")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     assert [e["name"] for e in read_trace(tmp_path / "trace.json") if e.get("cat") == "pass"][:2] == [

@@ -27,7 +27,7 @@ MEMORY_BYTES = 512 << 20  # beside what the warm parent holds
 FILE_BYTES = 64 << 20
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GRACE_S = 1.0  # for processes that the child started, to end after it
+_GRACE_S = 10.0  # for processes that the child started, to end after it
 
 
 @dataclass(frozen=True)

@@ -200,9 +200,15 @@ def test_headers_that_drip(hub: FakeHub, where: Where, monkeypatch: pytest.Monke
 
 def test_another_process_downloads_it(hub: FakeHub, where: Where, files: dict[str, bytes]) -> None:
     """Both want all files; each comes once."""
-    told: list[str] = []
-    hub.faults.append(Fault("/stored/", lambda handler: (time.sleep(0.3), handler.right())[1], 2))
-    pulls = [threading.Thread(target=pull, args=(name_of(), where, lambda *each: told.append(each[0]))) for _ in "12"]
+    told, waits = list[str](), threading.Event()
+
+    def tell(text: str, *_: int) -> None:
+        told.append(text)
+        if "another process is downloading" in text:
+            waits.set()
+
+    hub.faults.append(Fault("/stored/", lambda handler: (waits.wait(600), handler.right())[1], 2))
+    pulls = [threading.Thread(target=pull, args=(name_of(), where, tell)) for _ in "12"]
     for thread in pulls:
         thread.start()
     for thread in pulls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +150,9 @@ def test_content_that_is_not_what_was_promised(hub: FakeHub, where: Where, files
 @pytest.mark.parametrize("length", [0, 100, 20_000_000])
 def test_another_size_than_was_promised(length: int, hub: FakeHub, where: Where) -> None:
     hub.faults.append(Fault("/stored/", other_bytes(bytes(length)), 100))
-    before = time.monotonic()
+    before = len(hub.seen)
     refusal(where)
-    assert time.monotonic() - before < 20
+    assert len(hub.seen) - before <= web.TRIES + 4  # the list, the index, and where the file lies
     assert where.hub_cache is not None
     assert sum(file.stat().st_size for file in where.hub_cache.rglob("*") if not file.is_symlink()) < 1_000_000
 
