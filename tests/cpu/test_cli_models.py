@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cpu.commands import Call
-from tests.cpu.test_cli import ROOT, STORIES, needs_stories, penstock
+from tests.cpu.commands import Call, standing, start
+from tests.cpu.test_cli import STORIES, needs_stories, penstock
 from tests.cpu.traps import Trap
 
 
@@ -40,16 +38,9 @@ def test_run_streams_and_reports(cache):
 
 
 @needs_stories
-def test_ctrl_c_while_it_streams(cache):
-    args = ["run", str(STORIES), "Once", "--cache", cache, "--max-tokens", "500", "--ignore-eos"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", *args],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A shell's background job, and so its children, may have been started with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def test_ctrl_c_while_it_streams(cache, tmp_path):
+    args = ["run", STORIES, "Once", "--cache", cache, "--max-tokens", "500", "--ignore-eos"]
+    child = start(*args, script=standing(tmp_path, "passes == 200"))
     assert child.stdout.read(5)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=600)
