@@ -240,7 +240,7 @@ def test_no_orphan_after_kill_9(folder: Path, forked: bool) -> None:
         OPENED
         + "fork = os.fork() if sys.argv[2] == 'True' else -1\n"
         + "if fork:\n    print(process, fork, flush=True)\n"
-        + "time.sleep(99)"
+        + "time.sleep(600)"
     )
     command = [sys.executable, "-c", text, str(folder), str(forked)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
@@ -299,7 +299,7 @@ def test_ctrl_c_at_the_terminal_is_for_the_parent(folder: Path) -> None:
     """SIGINT to the whole group, as a terminal sends it, and the parent still decodes at its end."""
     text = OPENED + (
         "ids = tokenizer.encode('abc')\n"
-        "try:\n    print('ready', flush=True)\n    time.sleep(99)\n"
+        "try:\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print(tokenizer.decode(ids))\n"
         "    print(tokenizer._child._child.process.pid == process)"
     )

@@ -42,7 +42,7 @@ def test_a_lock_ends_with_its_object_and_with_its_process(tmp_path: Path) -> Non
     assert taken(tmp_path, exclusive=True)
     code = (
         "import sys, time; from pathlib import Path; from penstock.store.locks import lock_folder; "
-        "lock = lock_folder(Path(sys.argv[1]), exclusive=True, wait=False); print(lock, flush=True); time.sleep(60)"
+        "lock = lock_folder(Path(sys.argv[1]), exclusive=True, wait=False); print(lock, flush=True); time.sleep(600)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None and b"FolderLock" in child.stdout.readline()

@@ -133,7 +133,7 @@ CHILD = """
     def progress(done, total, key):
         if done >= {stop}:
             print("stopped", flush=True)
-            time.sleep(60)
+            time.sleep(600)
     spread = Path(sys.argv[3]) if sys.argv[3:] else None
     pack(Path(sys.argv[1]), Path(sys.argv[2]), None, progress, {shard_bytes}, spread)
 """

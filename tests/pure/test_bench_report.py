@@ -52,7 +52,7 @@ import time
 from bench.report import last_line
 with last_line(lambda: {"one": 1}) as report, report.part("two"):
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root) as bench:
