@@ -25,7 +25,8 @@ def import_(
     """The models that Ollama and LM Studio keep on this machine, by the names that MODEL takes.
 
     Nothing is copied: `penstock run ollama:llama3.2:1b` reads Ollama's own file. Looks where OLLAMA_MODELS says, in
-    ~/.ollama/models and /usr/share/ollama/.ollama/models; ~/.lmstudio/models and ~/.cache/lm-studio/models.
+    ~/.ollama/models and /usr/share/ollama/.ollama/models; in the models folder of LM Studio's settings, in
+    ~/.lmstudio/models and ~/.cache/lm-studio/models.
     """
     quiet_blas()
     from penstock.hubs import lm_studio, ollama

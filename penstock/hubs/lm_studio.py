@@ -49,7 +49,7 @@ def find(text: str, where: Where) -> Found:
                 choice = _choice(model, name)
                 return Found(text, model / choice.main, choice.nbytes)
     names = [found.name for found in listed(where)]
-    there = f"there are {', '.join(names[:10])}" if names else "LM Studio keeps none in its usual folders"
+    there = f"there are {', '.join(names[:10])}" if names else "LM Studio keeps none in its folders"
     raise BadRequest(f"{text:.200} is not on this machine: {there}")
 
 

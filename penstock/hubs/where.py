@@ -28,17 +28,20 @@ def ollama_folders(where: Where) -> tuple[Path, ...]:
     """Ollama's folders of models: the user's, and that of the system's service on Linux."""
     if where.ollama is not None:
         return where.ollama
-    return (*_at_home(".ollama/models"), Path("/usr/share/ollama/.ollama/models"))
+    return (*(home / ".ollama/models" for home in _home()), Path("/usr/share/ollama/.ollama/models"))
 
 
 def lm_studio_folders(where: Where) -> tuple[Path, ...]:
-    """LM Studio's folders of models: that of now, and that of versions before 0.3.5."""
-    return where.lm_studio if where.lm_studio is not None else _at_home(".lmstudio/models", ".cache/lm-studio/models")
+    """LM Studio's folders of models: the one that its user chose, and its usual ones."""
+    if where.lm_studio is not None:
+        return where.lm_studio
+    from penstock.hubs.lm_studio_homes import model_folders  # reads files, which most commands need not
+
+    return tuple(folder for home in _home() for folder in model_folders(home))
 
 
-def _at_home(*folders: str) -> tuple[Path, ...]:
+def _home() -> tuple[Path, ...]:
     try:
-        home = Path.home()
+        return (Path.home(),)
     except RuntimeError:  # this user has none
         return ()
-    return tuple(home / folder for folder in folders)

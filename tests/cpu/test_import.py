@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="the package gguf, which writes GGUF, is not 
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.hubs import lm_studio, ollama
-from penstock.hubs.where import Where
+from penstock.hubs.where import Where, lm_studio_folders
 from penstock.serve.named import locate, to_plan
 from tests.cpu import gguf_models
 from tests.cpu.checkpoints import LLAMA, save_checkpoint, save_tokenizer
@@ -235,6 +235,66 @@ def test_lm_studio(tmp_path: Path, tale: Path) -> None:
     }.items():
         with pytest.raises(PenstockError, match=says):
             locate(text, where)
+
+
+def test_lm_studio_keeps_models_where_its_user_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen folder counts first; LM Studio's home may be another one too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    usual = tmp_path / ".lmstudio/models", tmp_path / ".cache/lm-studio/models"
+    assert lm_studio_folders(Where()) == usual
+    chosen, old, home = tmp_path / "große Platte", tmp_path / "old", tmp_path / "elsewhere"
+    for folder, names in ((usual[0], ("one", "two")), (chosen, ("two", "three")), (home / "models", ("four",))):
+        for name in names:
+            (folder / "me" / name).mkdir(parents=True)
+            (folder / "me" / name / "x.gguf").write_bytes(b"GGUF")
+    write_settings(tmp_path / ".lmstudio", {"downloadsFolder": str(chosen), "language": "de"})
+    write_settings(tmp_path / ".cache/lm-studio", {"downloadsFolder": str(old)})
+    assert lm_studio_folders(Where()) == (chosen, usual[0], old, usual[1])
+    assert locate("lmstudio:me/two", Where(ollama=())).path == chosen / "me/two/x.gguf"
+    assert locate("lmstudio:me/one", Where(ollama=())).path == usual[0] / "me/one/x.gguf"
+    (tmp_path / ".lmstudio-home-pointer").write_text(f"{home}\n")
+    assert lm_studio_folders(Where())[:2] == (home / "models", chosen)
+    names = [each.name for each in lm_studio.listed(Where())]
+    assert names == ["lmstudio:me/four", "lmstudio:me/three", "lmstudio:me/two", "lmstudio:me/one"]
+    assert lm_studio_folders(Where(lm_studio=(old,))) == (old,)
+
+
+def write_settings(home: Path, content: object) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "settings.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"\xff", b"[" * 100_000, {"downloadsFolder": None}, {"downloadsFolder": ["/tmp"]}, {},
+        {"downloadsFolder": ""}, {"downloadsFolder": "models"}, {"downloadsFolder": "~/models"},
+        {"downloadsFolder": "/tmp\0x"}, {"downloadsFolder": "/\ud800"},
+        b'{"downloadsFolder": "/tmp"}' + b" " * (1 << 20),
+    ],
+    ids=lambda content: repr(content)[:30],
+)  # fmt: skip
+def test_settings_that_name_no_folder(content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_settings(tmp_path / ".lmstudio", content)
+    (tmp_path / ".lmstudio-home-pointer").write_bytes(content if isinstance(content, bytes) else b"elsewhere")
+    assert lm_studio_folders(Where()) == (tmp_path / ".lmstudio/models", tmp_path / ".cache/lm-studio/models")
+
+
+def test_settings_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for a pipe; a chosen folder may be a file, closed, gone, or too long a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".lmstudio").mkdir()
+    os.mkfifo(tmp_path / ".lmstudio/settings.json")
+    os.mkfifo(tmp_path / ".lmstudio-home-pointer")
+    (tmp_path / "file").write_bytes(b"GGUF")
+    write_settings(tmp_path / ".cache/lm-studio", {"downloadsFolder": str(tmp_path / "file")})
+    assert lm_studio_folders(Where())[1] == tmp_path / "file" and not list(lm_studio.listed(Where()))
+    for folder in (tmp_path / "gone", tmp_path / ("x" * 300)):
+        write_settings(tmp_path / ".cache/lm-studio", {"downloadsFolder": str(folder)})
+        assert not list(lm_studio.listed(Where()))
+        with pytest.raises(BadRequest, match="LM Studio keeps none in its folders"):
+            locate("lmstudio:me/one", Where(ollama=()))
 
 
 # --- commands ------------------------------------------------------------------------------------------------------
