@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,17 +89,16 @@ def batch(
     work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
     sparsity = work.sparsity if plan is None else plan.sparsity
-    source = packed_model(model, weights, machine, cache_limit, chat=True, sparsity=sparsity)
-    from penstock.serve.batch.journal import Journal
-    from penstock.serve.batch.lines import Lines
-    from penstock.serve.tokenizer import Tokenizer
-
-    terms = _Terms.of(source, work, machine, plan, names=_names(model, name), max_tokens=max_tokens)
-    with (
-        closing(Lines(as_path(requests), repr(terms.key(source, machine)))) as lines,
-        closing(Journal(out, lines)) as journal,
-        closing(Tokenizer.open(source.folder, machine.host_memory_bytes, not machine.no_verify)) as tokenizer,
-    ):
+    # A plan of a file is for a packed model, and nodes are told its checksum.
+    unpacked = plan is None and nodes is None
+    with ExitStack() as stack:
+        source = packed_model(model, weights, machine, cache_limit, True, unpacked, sparsity)
+        stack.callback(source.close)
+        terms = _Terms.of(source, work, machine, plan, names=_names(model, name), max_tokens=max_tokens)
+        source, lines, journal = _begun(stack, source, as_path(requests), out, terms, machine)
+        stack.enter_context(source.naming())
+        tokenizer = source.open_tokenizer(machine.host_memory_bytes, not machine.no_verify)
+        stack.callback(tokenizer.close)
         job = _Job(source, machine, work, terms, lines, journal, tokenizer, before=len(journal.done))
         surveyed = job.survey()
         if not surveyed.todo:
@@ -111,6 +110,29 @@ def batch(
             result = _here(job, surveyed, plan, quiet=as_json)
         if as_json:
             print_json(result)
+
+
+def _begun(
+    stack: ExitStack, source: Source, requests: Path, out: Path, terms: _Terms, machine: Machine
+) -> tuple[Source, Lines, Journal]:
+    """Opens the requests and OUT until `stack` ends. Answers that were begun with a packed copy which is gone are gone
+    on with when the checkpoint is packed again: only then is it known to be the same. Raises as `opened`."""
+    from penstock.serve.batch.begun import model_names, opened
+    from penstock.serve.batch.journal import OtherAnswers
+
+    def open_by(one: Source) -> tuple[Lines, Journal]:
+        keys = [repr(terms.key(name, machine)) for name in model_names(one)]
+        return stack.enter_context(opened(requests, out, keys))
+
+    try:
+        return source, *open_by(source)
+    except OtherAnswers:
+        if source.to_write is None:
+            raise
+    with progress() as tell:
+        source = source.packed(tell)
+    stack.callback(source.close)
+    return source, *open_by(source)
 
 
 def _require_packages(nodes: int | None, plan_file: str | None) -> None:
@@ -151,9 +173,8 @@ class _Terms:
     ) -> _Terms:  # fmt: skip
         """A plan that the user gave decides instead of flags."""
         from penstock.serve.batch.what_is_left_out import what_is_left_out
-        from penstock.serve.planning import describe
 
-        spec, _ = describe(source.folder, verify=not machine.no_verify)
+        spec = source.spec(not machine.no_verify)
         most, sparsity = spec.max_positions, work.sparsity if plan is None else plan.sparsity
         left_out = what_is_left_out(sparsity, source.folder, spec, plan)
         context = min(work.named_context or most, most)
@@ -162,12 +183,11 @@ class _Terms:
         kv = [home.format.name for home in plan.kv]
         return cls(names, min(context, plan.context), max_tokens, kv, sparsity, plan.value_share, left_out)
 
-    def key(self, source: Source, machine: Machine) -> list[Any]:
-        """OUT is gone on with only under the same key. The share stands in it only below 1, and what is left out only
-        where something is, so that a file goes on that was begun before these existed."""
-        from penstock.store.predictors import model_sha256
-
-        what = [model_sha256(source.folder), self.names[0], self.context, self.max_tokens, self.kv, self.sparsity]
+    def key(self, model: str, machine: Machine) -> list[Any]:
+        """OUT is gone on with only under the same key. `model`: what the model is called there (`model_names`). The
+        share stands in the key only below 1, and what is left out only where something is, so that a file goes on that
+        was begun before these existed."""
+        what = [model, self.names[0], self.context, self.max_tokens, self.kv, self.sparsity]
         what += [machine.exact, machine.device, *([self.share] if self.share < 1 else [])]
         return what + ([self.left_out] if self.left_out else [])
 
@@ -239,8 +259,10 @@ def _here(job: _Job, surveyed: Survey, plan: Plan | None, quiet: bool) -> dict[s
     if plan is None:
         with_source = {**beside, "beside_bytes": beside["beside_bytes"] + job.source.beside_bytes}
         with progress() as tell:
-            ask = best_ask(ask, surveyed, job.source.folder, loading(job.machine, **with_source), tell)
-    with loaded(job.source, ask, job.machine, plan, **beside) as engine:
+            ask = best_ask(
+                ask, surveyed, job.source.model(not job.machine.no_verify), loading(job.machine, **with_source), tell
+            )
+    with loaded(job.source, ask, job.machine, plan, **beside, copy="beside") as engine:
         places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
         with progress() as tell:
             foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, surveyed.todo, tell)
@@ -258,6 +280,9 @@ def _here(job: _Job, surveyed: Survey, plan: Plan | None, quiet: bool) -> dict[s
             raise
         if not quiet:
             say_done(done)
+        if engine.writes_copy:
+            note("all is answered; what is left of the packed copy is being written, and Ctrl-C ends that")
+            engine.end_copy()
         return report(engine, done, places, counts(done, refused, job.before, len(job.lines)))
 
 

@@ -52,7 +52,11 @@ def eval_(
         sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
         stack.callback(sources[0].close)
         if against is not None:
-            sources.append(packed_model(against, None, machine, cache_limit))
+            sources.append(packed_model(against, None, machine, cache_limit, unpacked=True))
+            stack.callback(sources[1].close)
+            stack.enter_context(sources[1].naming())
+            if sources[1].to_write is not None:  # else it was tried before it was packed
+                sources[1].open_tokenizer(ask.host_memory_bytes, verify).close()
         ask = in_windows(dataclasses.replace(ask, score=True), *(source.spec(verify) for source in sources))
         if against is not None and ask.host_memory_bytes is not None:
             # Both models are in this process, and the limit is the process's.

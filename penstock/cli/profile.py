@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,8 @@ from penstock.spec.ask import LOSSY
 
 if TYPE_CHECKING:
     from penstock.serve.engine import Engine
+    from penstock.serve.source import Source
+    from penstock.spec.ask import Ask
     from penstock.spec.model import ModelSpec
     from penstock.spec.profile import Profile
 
@@ -67,18 +71,17 @@ def profile(
     text, ask = read_text(file), work.ask(machine)
     other = None if beside is None else _text_or_profile(beside)
     from penstock.serve import levels, profiling
-    from penstock.serve.planning import describe
     from penstock.serve.windows import in_windows
     from penstock.store.profile_file import keep, kept
 
     require = profiling.require_counted if below is None else partial(levels.require, below)
-    source = packed_model(model, weights, machine, cache_limit, require=require)
-    spec, _ = describe(source.folder, verify=not machine.no_verify)
-    require(spec, str(source.folder))
+    source = packed_model(model, weights, machine, cache_limit, unpacked=True, require=require)
+    spec = source.spec(not machine.no_verify)
+    require(spec, str(source.called))
     if beside is not None and (below is not None or not spec.fires):
         raise BadRequest("--beside compares which neurons of a ReLU fire on two texts; this model has none")
     before = kept(source.folder, spec) if spec.fires else None
-    with loaded(source, in_windows(ask, spec), machine) as engine, progress() as tell:
+    with _engine(source, in_windows(ask, spec), machine) as engine, progress() as tell:
         name = Path(file).name
         if below is None:
             seen = profiling.profile(engine, text, name, tokens, tell)
@@ -86,7 +89,8 @@ def profile(
             seen = levels.profile(engine, text, name, below, tokens, tell)
         if beside is not None and other is not None:
             before = _profile_of(engine, other, beside, tokens, spec)
-    file_kept = keep(seen, source.folder)
+        engine.write_copy(tell)
+        file_kept = keep(seen, engine.packed_folder)
     note_kept = f"kept in {file_kept}: `plan` and `run` of this model go by it"
     said = {"tokens": seen.tokens, "text_sha256": seen.text_sha256, "file": str(file_kept)}
     if seen.levels:
@@ -96,6 +100,21 @@ def profile(
         _tell_neurons(seen, before if another else None, said, None if as_json else note_kept)
     else:
         _tell_experts(seen, said, None if as_json else note_kept)
+
+
+@contextmanager
+def _engine(source: Source, ask: Ask, machine: Machine) -> Iterator[Engine]:
+    """Loads the model until the block ends. It is packed first where no copy could be written later, which a profile is
+    kept beside. Raises as `loaded`."""
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        if source.to_write is not None and source.to_write.no_copy:
+            with progress() as tell:
+                source = source.packed(tell)
+            stack.callback(source.close)
+        stack.enter_context(source.naming())
+        tokenizer = source.open_tokenizer(ask.host_memory_bytes, not machine.no_verify)
+        yield stack.enter_context(loaded(source, ask, machine, tokenizer=tokenizer))
 
 
 def _tell_experts(seen: Profile, said: dict[str, object], note_kept: str | None) -> None:

@@ -40,6 +40,11 @@ class CopyWriting:
             atexit.unregister(self.break_off)
             raise
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the copy is still being written."""
+        return self._thread.is_alive()
+
     def wait(self, within_s: float | None = None) -> None:
         """Waits until the copy is written, at most so many seconds."""
         self._thread.join(within_s)

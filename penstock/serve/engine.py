@@ -156,6 +156,12 @@ class Engine:
         unpacked = None if self._source is None else self._source.to_write
         return unpacked is not None and not unpacked.no_copy
 
+    @property
+    def packed_folder(self) -> Path:
+        """The folder of the packed model; before a copy of a checkpoint is written, that of its small files."""
+        written_to = None if self._source is None else self._source.written_to
+        return written_to or self.packed.folder
+
     def write_copy(self, on_progress: Progress | None = None) -> None:
         """Writes the packed copy of a checkpoint that was loaded without one, out of memory, and holds it as one that
         was found. Does nothing where there is one, or no room for one. Meanwhile others may ask. A call that is broken
@@ -170,6 +176,11 @@ class Engine:
         copy cannot be written. Does nothing where there is one."""
         if self.lacks_copy:
             self._copy = CopyWriting(self.write_copy, failed, on_progress)
+
+    @property
+    def writes_copy(self) -> bool:
+        """Whether a copy that was begun is still being written."""
+        return self._copy is not None and self._copy.goes_on
 
     def end_copy(self, within_s: float | None = None) -> None:
         """Waits, at most so many seconds, until the copy that was begun is written."""

@@ -23,7 +23,7 @@ from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.identity import stamps
 from penstock.store.locks import FolderLock
-from penstock.store.packed import is_packed, read_config, read_manifest
+from penstock.store.packed import Packed, is_packed, open_packed, read_config, read_manifest
 from penstock.store.packing import naming
 from penstock.store.unpacked import Unpacked
 from penstock.store.writer import Fill
@@ -34,13 +34,15 @@ class Source:
     """A packed model to load, which `lock` keeps in its place until `close`. `cached`: how to make it again; None where
     the user named a packed model, which is the user's own. `beside_bytes`: memory that this process has taken to
     download it. `unpacked`: the checkpoint to load from, where there was no copy; `lock` is None then, and `folder` has
-    the small files. Others may read these until `close`, also where the checkpoint had to be packed first."""
+    the small files. Others may read these until `close`, also where the checkpoint had to be packed first.
+    `written_to`: the folder of the copy that was written since."""
 
     folder: Path
     lock: FolderLock | None
     cached: Cached | None = None
     beside_bytes: int = 0
     unpacked: Unpacked | None = None
+    written_to: Path | None = None
 
     def packed(self, tell: Progress | None) -> Source:
         """Packs the checkpoint that was to be loaded without a copy. `tell`: gets progress and news. Raises as
@@ -72,7 +74,7 @@ class Source:
         `tell`: gets progress and news. Raises as `resolve`."""
         assert self.cached is not None and self.unpacked is not None
         copy = _telling(self.cached, tell).write(self.unpacked, fill)
-        return replace(self, lock=copies.hold(copy))
+        return replace(self, lock=copies.hold(copy), written_to=copy)
 
     def again(self, error: DamagedModel, tell: Progress | None) -> Source:
         """Packs the model once more, in place of this copy, which loading has shown to be damaged. `tell`: gets
@@ -96,6 +98,10 @@ class Source:
     def spec(self, verify: bool = True) -> ModelSpec:
         """The model's. `verify`: as for `describe`, which it raises as."""
         return self.unpacked.model.spec if self.unpacked is not None else describe(self.folder, verify=verify)[0]
+
+    def model(self, verify: bool = True) -> Packed:
+        """The packed model, or what packing would make of the checkpoint. Raises as `open_packed`."""
+        return open_packed(self.folder, verify) if self.to_write is None else self.to_write.model
 
     def open_tokenizer(
         self, within_bytes: int | None = None, verify: bool = True, spare: Child | None = None

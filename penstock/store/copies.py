@@ -66,8 +66,16 @@ def copy_name(name: str, stamps: dict[str, Stamp], weights: str) -> str:
     """The name of a new copy: the checkpoint's own name, a digest of its files' stamps, and the format."""
     plain = "".join(c if c.isprintable() and c != "/" else "_" for c in name).lstrip("-. ")
     short = plain.encode(errors="replace")[:_MAX_NAME_BYTES].decode(errors="ignore") or "model"
-    identity = repr((manifests.VERSION, sorted(stamps.items())))
-    return f"{short}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{weights}"
+    return f"{short}-{_digest(stamps)[:12]}-{weights}"
+
+
+def made_from(stamps: dict[str, Stamp], weights: str) -> str:
+    """What a checkpoint is called that has no copy yet: by its files' stamps and the format that is wanted of it."""
+    return f"{_digest(stamps)}-{weights}"
+
+
+def _digest(stamps: dict[str, Stamp]) -> str:
+    return hashlib.sha256(repr((manifests.VERSION, sorted(stamps.items()))).encode()).hexdigest()
 
 
 def weights_in_name(name: str) -> str | None:

@@ -244,9 +244,9 @@ def test_lm_studio_keeps_models_where_its_user_chose(tmp_path: Path, monkeypatch
     assert lm_studio_folders(Where()) == usual
     chosen, old, home = tmp_path / "große Platte", tmp_path / "old", tmp_path / "elsewhere"
     for folder, names in ((usual[0], ("one", "two")), (chosen, ("two", "three")), (home / "models", ("four",))):
-        for name in names:
-            (folder / "me" / name).mkdir(parents=True)
-            (folder / "me" / name / "x.gguf").write_bytes(b"GGUF")
+        for model in names:
+            (folder / "me" / model).mkdir(parents=True)
+            (folder / "me" / model / "x.gguf").write_bytes(b"GGUF")
     write_settings(tmp_path / ".lmstudio", {"downloadsFolder": str(chosen), "language": "de"})
     write_settings(tmp_path / ".cache/lm-studio", {"downloadsFolder": str(old)})
     assert lm_studio_folders(Where()) == (chosen, usual[0], old, usual[1])
@@ -254,8 +254,12 @@ def test_lm_studio_keeps_models_where_its_user_chose(tmp_path: Path, monkeypatch
     assert locate("lmstudio:me/one", Where(ollama=())).path == usual[0] / "me/one/x.gguf"
     (tmp_path / ".lmstudio-home-pointer").write_text(f"{home}\n")
     assert lm_studio_folders(Where())[:2] == (home / "models", chosen)
-    names = [each.name for each in lm_studio.listed(Where())]
-    assert names == ["lmstudio:me/four", "lmstudio:me/three", "lmstudio:me/two", "lmstudio:me/one"]
+    assert [each.name for each in lm_studio.listed(Where())] == [
+        "lmstudio:me/four",
+        "lmstudio:me/three",
+        "lmstudio:me/two",
+        "lmstudio:me/one",
+    ]
     assert lm_studio_folders(Where(lm_studio=(old,))) == (old,)
 
 

@@ -25,12 +25,16 @@ _BEGINS = b'{"id": "'
 _LOOKED_AT_BYTES = 64  # of a line, in which its id is
 
 
+class OtherAnswers(BadRequest):
+    """The file of answers was begun for other requests, with other flags, or by another model."""
+
+
 class Journal:
     """The answers to `lines` in `file`, which may be new, empty, or begun by an earlier run: then a last line that was
     cut off is taken away. `done`: the numbers of the lines that have an answer.
 
-    Raises BadRequest where the file holds anything else, cannot be written, is the file of the requests, or is being
-    written by another process."""
+    Raises OtherAnswers where the file holds anything else; BadRequest where it cannot be written, is the file of the
+    requests, or is being written by another process."""
 
     def __init__(self, file: Path, lines: Lines) -> None:
         self._file, self._lines = file, lines
@@ -93,7 +97,7 @@ class Journal:
         os.close(self._fd)
 
     def _read_back(self) -> int:
-        """Notes which lines are done. Returns the bytes of whole lines. Raises BadRequest."""
+        """Notes which lines are done. Returns the bytes of whole lines. Raises OtherAnswers."""
         with os.fdopen(os.dup(self._fd), "rb") as stream:
             whole = 0
             while line := stream.readline(_LOOKED_AT_BYTES):
@@ -114,8 +118,8 @@ class Journal:
                     raise self._not_ours(len(self.done) + 1)
             return whole
 
-    def _not_ours(self, line: int) -> BadRequest:
-        return BadRequest(
+    def _not_ours(self, line: int) -> OtherAnswers:
+        return OtherAnswers(
             f"{self._file} stays: its line {line} is no answer to a line of {self._lines.file} by this model and with"
             " these flags; name another file for the answers"
         )

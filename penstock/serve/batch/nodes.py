@@ -137,7 +137,7 @@ class Answerer:
             raise BadRequest(f"{work.model} has other predictors or levels on this node")
         average = Todo(0, work.answers, work.answers * ask.prompt_tokens, ask.output_tokens, -1)
         planned = replace(how, beside_bytes=how.beside_bytes + source.beside_bytes)
-        self._engine = Engine.open(source, best_ask(ask, Survey([average]), source.folder, planned), how)
+        self._engine = Engine.open(source, best_ask(ask, Survey([average]), source.model(how.verify), planned), how)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         """Answers a block: {"block": JSON} in, {"answers": JSON} out."""

@@ -7,7 +7,6 @@ weights out of memory, or goes to the disk itself.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.errors import DoesNotFit
 from penstock.runtime.host import Progress
@@ -15,7 +14,7 @@ from penstock.serve.batch.foretelling import predicted_s
 from penstock.serve.batch.survey import Survey
 from penstock.serve.loading import Loading, plan_here
 from penstock.spec.ask import MOST, Ask
-from penstock.store.packed import open_packed
+from penstock.store.packed import Packed
 from penstock.store.predictors import with_predictors
 
 _WORSE_IN_A_ROW = 2  # after so many sizes that are slower than the best one, smaller ones are not tried
@@ -28,10 +27,9 @@ def of_size(ask: Ask, count: int) -> Ask:
     return replace(ask, batch=count, kv_tokens=min(MOST, max(ask.context, count * each)))
 
 
-def best_ask(ask: Ask, surveyed: Survey, folder: Path, how: Loading, on_progress: Progress | None = None) -> Ask:
+def best_ask(ask: Ask, surveyed: Survey, packed: Packed, how: Loading, on_progress: Progress | None = None) -> Ask:
     """The ask of the best size, of all answers at once, half of them, a quarter and so on. Raises DoesNotFit where one
     at a time does not fit."""
-    packed = open_packed(folder, how.verify)
     if ask.sparsity == "predict":
         packed = with_predictors(packed)
     best, best_s, worse = ask, float("inf"), 0
