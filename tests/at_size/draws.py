@@ -71,7 +71,7 @@ def draw(number: int) -> Case:
     return Case(
         number, shape, config, weights,
         kv=rng.choice((None, None, "int8", "int4", "bf16")),
-        isa=rng.choice((cpu.best_isa()[0], rng.choice(cpu.available()))),
+        isa=rng.choice((cpu.best_isa()[0], cpu.best_isa()[0], rng.choice(cpu.available()))),
         exact=rng.random() < 0.25,
         batch=rng.choice((1, 2, 3, 5, 8, 9, 12)),
         share=rng.choice((1.0, 1.0, 0.5, 0.1)),
