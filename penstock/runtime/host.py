@@ -44,11 +44,21 @@ def rss_bytes() -> int:
 
 def cpu_s(process: int) -> float:
     """Seconds of processor time that a process has taken, user and system. 0 where the system does not say."""
+    fields = _stat(process)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def wants_cpu(process: int) -> bool:
+    """Whether a process computes, or waits for nothing but a processor. False where the system does not say."""
+    return _stat(process)[:1] == ["R"]
+
+
+def _stat(process: int) -> list[str]:
+    """The fields of /proc/PROCESS/stat from the third on; none where the system does not say."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return []
 
 
 def _status_bytes(field: str, process: int | None = None) -> int:

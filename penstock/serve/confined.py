@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,9 +40,11 @@ from penstock.runtime import host
 from penstock.runtime.child import command
 from penstock.units import format_bytes
 
-# A child has stopped if twice in a row it gives no byte for so long, and takes no processor time in between. The time
-# alone does not tell: on a machine with much else to do, 4 s of processor time may well take a minute.
-_PATIENCE_S = 15.0
+# A child has stopped if twice in a row it gives no byte for so long, takes no processor time in between, and does not
+# wait for a processor. The time alone does not tell: on a machine with much else to do, 4 s of processor time may well
+# take a minute. A wait that took longer by so much is not counted: this process was stopped meanwhile, and its child
+# may have been too.
+_PATIENCE_S, _LATE_S = 15.0, 1.0
 TOKENIZER_CHILD = "penstock.serve.confined_child"
 _END_S = 10.0  # until a child that closed the socket has ended
 _LEAST_S = 1e-3  # of processor time: a timer of 0 would never ring
@@ -194,6 +197,7 @@ class Child:
         self.reads: Path | None = None  # the file that "open" is reading
         self._received, self._searched = bytearray(), 0  # so many of these bytes have no end of a line
         self._link, theirs = socket.socketpair()
+        self._patience_s = patience_s
         self._link.settimeout(patience_s)
         with theirs:
             try:
@@ -240,14 +244,17 @@ class Child:
         return line
 
     def _patiently(self, move: Callable[[Any], T], argument: Any) -> T:
-        """`move(argument)`, tried again after each timeout as long as the child takes processor time. Raises _Broke."""
+        """`move(argument)`, tried again after each timeout as long as the child takes processor time, or waits for it.
+        Raises _Broke."""
         before_s = None
         while True:
+            begun_s = time.monotonic()
             try:
                 return move(argument)
             except TimeoutError:
+                late = time.monotonic() - begun_s > self._patience_s + _LATE_S
                 now_s = host.cpu_s(self.process.pid)
-                if now_s == before_s:
+                if now_s == before_s and not late and not host.wants_cpu(self.process.pid):
                     raise _Broke(None) from None
                 before_s = now_s
 

@@ -6,6 +6,7 @@ Ray is not among the packages that `make test` installs. Without it, what needs 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -19,7 +20,15 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadRequest
-from penstock.serve.batch.nodes import Told, _BlockOfLines, _cpus_an_engine, begin, blocks
+from penstock.serve.batch.nodes import (
+    Told,
+    _BlockOfLines,
+    _cpus_an_engine,
+    _keep_to_files,
+    _why,
+    begin,
+    blocks,
+)
 from penstock.serve.batch.survey import Survey, Todo
 from penstock.store.pack import pack
 from tests.cpu.commands import Call, Outcome, here, machine_cache, refused
@@ -60,6 +69,27 @@ def test_what_blocks_did_adds_up() -> None:
     assert (told.lines, told.failed, told.answers, told.tokens.output) == (6, 2, 4, 14)
     assert (told.bytes_moved, told.decode_tokens_per_s) == ({"disk0": 20}, 8.0)
     assert (told.peak_host_bytes, told.peak_device_bytes) == (9, 3)
+
+
+def test_what_a_node_said_is_told() -> None:
+    ours = "penstock.errors.BrokenModel: /m/tokenizer.json: is damaged"
+    trace = f'ray::Map()\n  File "x.py"\n{ours}\n\nUDF failed.\nTo change retry attempts, …'
+    broken = RuntimeError("Ray's")
+    broken.__cause__ = BadRequest("/m is another model on this node")
+    for error, says in {
+        RuntimeError(trace): "/m/tokenizer.json: is damaged",
+        broken: "/m is another model on this node",
+        RuntimeError("one\ntwo"): "two",
+        RuntimeError(): "RuntimeError",
+    }.items():
+        assert _why(error) == says
+
+
+def test_ray_data_tells_nothing_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray.data")
+    _keep_to_files("ray.data")
+    logging.getLogger("ray.data").error("its own")
+    assert "its own" not in "".join(capsys.readouterr())
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,26 @@ def test_one_that_stops_is_ended_and_said(child: Confined) -> None:
         encode(child, "ab")
     assert gone(before)
     assert encode(child, "ab")
+
+
+@pytest.mark.parametrize("why", ["other work has the processors", "this process was stopped too"])
+def test_one_that_had_no_turn_is_waited_for(child: Confined, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on at the fourth look, when it would have been given up at the second."""
+    ids, looks = encode(child, "ab"), list[int]()
+    os.kill(process_id(child), signal.SIGSTOP)
+
+    def look(*_: int) -> int:
+        looks.append(1)
+        if len(looks) == 4:
+            os.kill(process_id(child), signal.SIGCONT)
+        return len(looks)
+
+    if why.startswith("other"):
+        monkeypatch.setattr("penstock.serve.confined.host.wants_cpu", look)
+    else:  # each look at the clock comes a minute later
+        monkeypatch.setattr("penstock.serve.confined.time", SimpleNamespace(monotonic=lambda: 60 * look()))
+    assert encode(child, "ab") == ids
+    assert len(looks) >= 4
 
 
 def test_one_that_is_ended_while_it_works_is_said(child: Confined, folder: Path) -> None:

@@ -8,7 +8,11 @@ path that all nodes have, or by a name on the Hub. A node whose model is another
 from __future__ import annotations
 
 import json
+import logging
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 # A node has so many blocks, or more of at most so many lines: a node that dies loses at most one of them.
 _BLOCKS_A_NODE, _MOST_LINES = 8, 256
 _MOST_RESTARTS = 3  # of a node's engine, and of a block that it was answering
+_OURS = re.compile(r"^penstock\.errors\.\w+: (.+)$", re.MULTILINE)  # the last line of the trace of one of our errors
 _MOST_WAIT_S = 60.0  # seconds to wait for the nodes' processors, which other work of the cluster may have
 
 
@@ -170,6 +175,15 @@ def _line(lines: Lines, todo: Todo) -> dict[str, Any]:
     return {"number": number, "id": lines.id_of(number), "text": lines.text(number).decode(), "todo": [*todo]}
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ray Data warns of its own settings, and of arguments that have no other form before its 2.64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@_without_warnings()
 def answer(
     work: NodeWork, lines: Lines, journal: Journal, survey: Survey, nodes: int, hear: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -185,6 +199,7 @@ def answer(
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     except ImportError:
         raise BadRequest("--nodes takes Ray: pip install 'penstock[ray]'") from None
+    _keep_to_files("ray.data")
     started = not ray.is_initialized()
     if started:
         begin()
@@ -214,8 +229,7 @@ def answer(
                     journal.add(each["number"], each["custom_id"], each["response"], each["error"])
             hear(told["counts"])
     except RayError as error:
-        cause = next((each for each in _causes(error) if isinstance(each, PenstockError)), None)
-        raise DeviceFailed(f"a node failed: {cause.message if cause else str(error).splitlines()[-1]}") from None
+        raise DeviceFailed(f"a node failed: {_why(error)}") from None
     finally:
         if started:
             ray.shutdown()
@@ -248,6 +262,23 @@ def _cpus_an_engine(cpus: Sequence[float], nodes: int) -> int:
         if sum(has // best for has in largest) >= nodes:
             return best
     raise BadRequest(f"--nodes {nodes}: this Ray cluster has {sum(largest)} processors")
+
+
+def _keep_to_files(logger: str) -> None:
+    """A log keeps its files and prints nothing: what the user has to know is said here, and Ray Data tells its progress
+    every ten seconds otherwise."""
+    for handler in logging.getLogger(logger).handlers:
+        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+            handler.setLevel(logging.CRITICAL + 1)
+
+
+def _why(error: BaseException) -> str:
+    """What a node's engine said in the end. Some versions of Ray keep of its errors only the text of the trace."""
+    for each in _causes(error):
+        if isinstance(each, PenstockError):
+            return each.message
+    said: list[str] = _OURS.findall(str(error))
+    return (said or str(error).splitlines() or [type(error).__name__])[-1]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
