@@ -113,6 +113,8 @@ def test_one_that_stops_is_ended_and_said(child: Confined) -> None:
 def test_one_that_had_no_turn_is_waited_for(child: Confined, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on at the fourth look, when it would have been given up at the second."""
     ids, looks = encode(child, "ab"), list[int]()
+    assert child._child is not None
+    child._child._link.settimeout(0.3)
     os.kill(process_id(child), signal.SIGSTOP)
 
     def look(*_: int) -> int:
