@@ -42,9 +42,9 @@ _DISK, _RAM = "disk", "RAM"
 # the probe raises no promise: beside other processes 20 ms of reading gave 13 to 83 GB/s, while runs became no faster.
 _TIMES = {_DISK: (0.25, 4.0), _RAM: (0.5, 1.0)}
 _SAME = 0.03  # a smaller relative change is none
-# What a disk gives changes by a tenth from day to day, or by as much as it seems to have changed. A reading whose
-# quarters differ is off by twice as much as they do: of 16 readings of half a second, the four whose quarters differed
-# by 8 to 19 % were up to 20 % below the others, whose quarters differed by 1 to 8 % (docs/LOG.md).
+# What a disk gives is taken to change by a tenth from day to day, or by as much as it seems to have changed; and a
+# reading whose quarters differ, to be off by twice as much as they do. Of 16 readings of half a second, the five whose
+# quarters differed by 8 to 19 % gave 2.3 to 2.9 GB/s, the others 2.6 to 3.0 (docs/LOG.md).
 _USUAL_CHANGE, _OFF_BY_SWING = 0.1, 2.0
 
 
@@ -72,7 +72,8 @@ class Shift:
 
     def __str__(self) -> str:
         today, foretold = map(format_rate, (self.measured_bytes_per_s, self.foretold_bytes_per_s))
-        return f"{self.what} gives {today} today, where {foretold} were foretold (× {self.times:.2f})"
+        swings = f"; it swings by {self.swing:.0%}, so a part of the change counts" if self.swing >= _SAME else ""
+        return f"{self.what} gives {today} today, where {foretold} were foretold (× {self.times:.2f}{swings})"
 
     def moves(self, lane: Lane) -> bool:
         """Whether the tasks of a lane take their bytes from this tier."""

@@ -178,6 +178,8 @@ def test_what_is_told() -> None:
     told = Renewed(a_prediction(1.2, 1.5), both).line(was, band)
     assert told == "promised the first word after 1.00 s, with today's disk and RAM 1.50 s"
     assert str(slower[0]) == "disk gives 1.50 GB/s today, where 2.00 GB/s were foretold (× 0.75)"
+    swings = Shift("disk", 2e9, 1.5e9, 0.1)
+    assert str(swings).endswith(" were foretold (× 0.82; it swings by 10%, so a part of the change counts)")
     assert Renewed(was, slower).report()["today"]["disk"]["times"] == 0.75
 
 

@@ -3,8 +3,8 @@
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES ZIG PENSTOCK_TARGET)
 set(CMAKE_SYSTEM_NAME Linux)
 string(REGEX REPLACE "-.*" "" CMAKE_SYSTEM_PROCESSOR "${PENSTOCK_TARGET}")
-# Without -g0 zig writes debug information, ten times the code. It builds a libc++ for each kind of code, and CMake's check of
-# the compiler would have another one than the extension without -fPIC.
+# Without -g0 zig writes debug information, ten times the code. It builds a libc++ for each kind of code: without -fPIC
+# CMake's check of the compiler would have another one than the extension.
 set(CMAKE_CXX_FLAGS_INIT "-g0 -fPIC")
 # Each tool is one program, which ccache asks for.
 function(tool file words)
