@@ -7,7 +7,8 @@ matrices have several formats takes the sum over these, each with its share of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -118,6 +119,10 @@ class Cost:
     def bytes_per_s(self, lane: Lane, op: str, fmt: str) -> float:
         """The speed of large calls of an op in bytes per second, if no other lane is busy."""
         return 1 / max(self._line((lane, op, fmt, 1)).s_per_byte, _LEAST_S_PER_BYTE)
+
+    def products_bytes_per_s(self, lane: Lane, formats: Iterable[str]) -> float:
+        """The speed of the fastest product of one row in any of these formats; infinite without formats."""
+        return max((self.bytes_per_s(lane, op, fmt) for op in _PRODUCTS for fmt in formats), default=math.inf)
 
     def bytes_in(self, seconds: float, lane: Lane, op: str, fmt: str) -> float:
         """Bytes that large calls of an op move in so many seconds, if no other lane is busy."""

@@ -8,10 +8,10 @@ These ceilings drift, so a speed must be compared with ceilings of the same run.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,21 +59,32 @@ def ceilings_apart(threads: int, file: Path | None) -> Ceilings:
     return Ceilings(**json.loads(done.stdout))
 
 
-def ram_read_bytes_per_s(threads: int, rounds: int = 5, pause_s: float = 0.0) -> float:
-    """The speed at which pinned threads read RAM: the median of so many rounds, with pauses between them."""
-    nbytes = max(8 * MIB, min(RAM_BYTES, host.available_bytes() // 4))
-    memory = _native.Memory(nbytes, True)
-    memory.populate()
-    if not pause_s:
-        seconds: float = _native.ram_read_s(memory.address, nbytes, threads, rounds)
-    else:
-        taken = list[float]()
+def ram_read_bytes_per_s(threads: int, rounds: int = 5) -> float:
+    """The speed at which pinned threads read RAM: the median of so many rounds, one after the other."""
+    with _memory() as memory:
+        seconds: float = _native.ram_read_s(memory.address, memory.nbytes, threads, rounds)
+        return memory.nbytes / seconds
+
+
+def ram_readings(threads: int, rounds: int, pause_s: float) -> list[float]:
+    """The same speed in bytes per second of each of so many rounds, with pauses after them."""
+    readings: list[float] = []
+    with _memory() as memory:
         for _ in range(rounds):
-            taken.append(_native.ram_read_s(memory.address, nbytes, threads, 1))
+            readings.append(memory.nbytes / _native.ram_read_s(memory.address, memory.nbytes, threads, 1))
             time.sleep(pause_s)
-        seconds = statistics.median(taken)
-    memory.close()
-    return nbytes / seconds
+    return readings
+
+
+@contextmanager
+def _memory() -> Iterator[_native.Memory]:
+    """Memory that no cache holds."""
+    memory = _native.Memory(max(8 * MIB, min(RAM_BYTES, host.available_bytes() // 4)), True)
+    try:
+        memory.populate()
+        yield memory
+    finally:
+        memory.close()
 
 
 def disk_read_bytes_per_s(file: ProbeFile) -> float:

@@ -74,12 +74,12 @@ class TimedOp:
 def product_rates(
     kind: str, kernels: Native, memory_bytes: int, tell: Tell, between: Callable[[], None], until_s: float,
     every_op: bool,
-) -> list[Rate]:  # fmt: skip
-    """The rates of products of weights in a format, in about `memory_bytes` of memory. The rest as for `Layers.rates`.
-    Raises StorageFailed where the system refuses memory."""
+) -> tuple[list[Rate], list[float]]:  # fmt: skip
+    """The rates of products of weights in a format, in about `memory_bytes` of memory, and the speeds of the RAM in
+    bytes/s meanwhile. The rest as for `Layers.rates`. Raises StorageFailed where the system refuses memory."""
     layers = Layers(parse_format(kind), Format("float16"), kernels, memory_bytes)
     try:
-        return layers.rates(tell, between, until_s, every_op)
+        return layers.rates(tell, between, until_s, every_op), layers.ram_bytes_per_s
     finally:
         layers.close()
 
@@ -96,13 +96,14 @@ def kv_rates(kv: str, kernels: Native, memory_bytes: int, tell: Tell, until_s: f
 
 class Layers:
     """Layers of one format in memory, whose calls can be timed one by one. `timed`: how many were. `disturbed`: during
-    how many of them another process had a core."""
+    how many of them another process had a core. `ram_bytes_per_s`: of the RAM, around each turn of few rows."""
 
     def __init__(
         self, weights: Format, kv: Format, kernels: Native, memory_bytes: int, mostly_kv: bool = False
     ) -> None:
         self.weights, self._threads = weights, kernels.compute.threads
         self.timed = self.disturbed = 0
+        self.ram_bytes_per_s: list[float] = []
         self.plan = probe_plan(weights, kv, memory_bytes, mostly_kv)
         self._layers = len(self.plan.target.spec.layers)
         self._arenas = Arenas(self.plan)
@@ -162,7 +163,8 @@ class Layers:
                 timed.setdefault(rows, []).append(self._points(PRODUCTS, of_turn, "flops"))
             taken_s[rows] = (time.perf_counter() - start_s) * sum(rows) / sum(of_turn)
             between()
-        usual = statistics.median(speed for speeds in ram.values() for speed in speeds)
+        self.ram_bytes_per_s = [speed for speeds in ram.values() for speed in speeds]
+        usual = statistics.median(self.ram_bytes_per_s)
         for rows, speeds in ram.items():
             timed[rows] = [
                 {op: by_usual_ram(points, speed, usual) for op, points in turn.items()}

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from penstock.errors import PenstockError
 from penstock.runtime import host
 from penstock.runtime.bind_native import Native, native
-from penstock.runtime.ceilings import RAM_BYTES, ram_read_bytes_per_s
+from penstock.runtime.ceilings import RAM_BYTES, ram_readings
 from penstock.runtime.fit import Tell
 from penstock.runtime.movers import new_reader
 from penstock.runtime.probe_disk import UNIT_BYTES, LoadVisits, ProbeFile, disk_rates, probe_file
@@ -92,6 +92,7 @@ class _Probe:
         self._memory_bytes = min(RAM_BYTES, host.available_bytes() // 4)
         self._kernels: Native = native(wanted.isa, self._threads, exact=False)
         self._loads = LoadVisits(file)
+        self._ram_bytes_per_s: list[float] = []  # while products of few rows were measured
         self._read_by(wanted.reads)
         formats, kv_formats = wanted.formats, wanted.kv_formats
         self._take: dict[str, Callable[[float], ProbeFindings]] = {
@@ -123,7 +124,9 @@ class _Probe:
     def _products(self, kind: str, every_op: bool) -> Callable[[float], ProbeFindings]:
         def take(until_s: float) -> ProbeFindings:
             how = self._kernels, self._memory_bytes, self._tell, self._loads.between, until_s, every_op
-            return ProbeFindings(tuple(product_rates(kind, *how)))
+            rates, ram_bytes_per_s = product_rates(kind, *how)
+            self._ram_bytes_per_s += ram_bytes_per_s
+            return ProbeFindings(tuple(rates))
 
         return take
 
@@ -142,8 +145,10 @@ class _Probe:
         return ProbeFindings(tuple(self._loads.rates(self._tell, until_s)))
 
     def _ram(self, _: float) -> ProbeFindings:
-        # Spells in which a shared RAM is half as fast again last half a second or less.
-        usual = ram_read_bytes_per_s(self._threads, rounds=9, pause_s=0.1)
+        # Spells in which a shared RAM is half as fast again last half a second, and now and then a second. So the
+        # speeds that it had beside the products count as well: in nine readings alone it once gave 56 GB/s, where
+        # products had just read at 36 and runs then read at 33 (docs/LOG.md).
+        usual = statistics.median([*self._ram_bytes_per_s, *ram_readings(self._threads, rounds=9, pause_s=0.1)])
         return ProbeFindings((Rate(CPU, "*", "*", 0.0, 1 / usual),))
 
 

@@ -25,7 +25,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.renewal import Renewed, Shift, tells
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec, dumps
+from penstock.spec.machine import MachineSpec, Rate, dumps
 from penstock.spec.places import CPU, DISK, is_disk
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, here
@@ -203,3 +203,22 @@ def test_the_quarters_of_a_reading_say_how_it_swings(slow: float) -> None:
     read = at_median(ends)
     assert read.swing == pytest.approx(0 if slow == 1 else 0.247, abs=1e-3)
     assert read.beside(NOTHING).swing == NOTHING.beside(read).swing == read.swing
+
+
+@pytest.mark.parametrize(
+    ("ram", "measured", "times"), [(1.6, 1.0, 1.0), (1.6, 0.8, 0.8), (1.0, 0.8, 0.8), (0.9, 0.9, 1.0)]
+)
+def test_the_ram_that_a_promise_goes_by_is_that_of_its_products(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ram: float, measured: float, times: float
+) -> None:
+    """A machine's figure of its RAM that comes from a fast spell lowers no promise. `ram`, `measured`: of the speed of
+    the fastest product of one row."""
+    product = 20e9
+    of_products = tuple(Rate(CPU, op, "float32", 0.0, 1 / product, rows=1) for op in ("qkv", "out", "ffn", "head"))
+    others = tuple(rate for rate in MACHINE.rates if rate.lane != CPU)
+    machine = replace(MACHINE, rates=(*others, *of_products, Rate(CPU, "*", "*", 0.0, 1 / (ram * product))))
+    nbytes = 1 << 30
+    with closing(Engine.load(folder, Ask(), Loading(machine=machine))) as engine:
+        monkeypatch.setattr(engine.session, "read_resident", lambda: Read(nbytes, nbytes / (measured * product)))
+        (shift,) = renewal.shifts(engine.session, machine)
+    assert shift.what == "RAM" and shift.times == pytest.approx(times)
