@@ -17,7 +17,7 @@ from penstock.runtime.device import Device
 from penstock.runtime.host import Progress
 from penstock.runtime.made import Made, in_pieces
 from penstock.runtime.movers import BegunLoad, DiskReader, waited_for
-from penstock.runtime.reread import NOTHING, End, Read, at_median
+from penstock.runtime.reread import NOTHING, End, Read, at_usual_speed
 from penstock.runtime.uploads import keep_asked, lift_weights
 from penstock.spec.places import HOST, tier_of
 from penstock.spec.plan import Plan
@@ -33,7 +33,7 @@ class FirstLoads(NamedTuple):
     """How long loading took.
 
     bytes   of all weights that stay
-    timed   the loads that were timed, with the seconds that they take at their median speed
+    timed   the loads that were timed, with the seconds that they take without halts
 
     While pages of the arenas are still being taken, a load waits for memory and not for the disk. Such loads are not
     timed, nor is the first one that ends after that.
@@ -97,7 +97,8 @@ def load_weights(
         if on_progress and (done == total or time.perf_counter() - told_s > 0.1):
             told_s = time.perf_counter()
             on_progress("loading weights", done, total)
-    loaded = FirstLoads(reader.bytes_read if fill is None else done, at_median(ends) if fill is None else NOTHING)
+    timed = at_usual_speed(ends, ahead + 1) if fill is None else NOTHING
+    loaded = FirstLoads(reader.bytes_read if fill is None else done, timed)
     for layer, slot in layout.predictors.items():
         if tier_of(slot.arena) == HOST:
             look(f"{layer}.predictor", arenas.view(slot))

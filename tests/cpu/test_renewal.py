@@ -19,7 +19,7 @@ from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.runtime import first_loads, movers, reread
 from penstock.runtime.probe import machine_file
-from penstock.runtime.reread import NOTHING, End, Read, at_median
+from penstock.runtime.reread import NOTHING, End, Read, at_usual_speed
 from penstock.serve import renewal
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
@@ -187,11 +187,20 @@ def test_what_halts_the_machine_for_a_moment_is_no_speed_of_its_disk() -> None:
     """Of loads at 2 GB/s, one after a second in which nothing came."""
     moments = [0.02 * i + (1.0 if i > 5 else 0.0) for i in range(12)]
     ends = [End(moment, 40_000_000 * i) for i, moment in enumerate(moments)]
-    assert at_median(ends).bytes_per_s == pytest.approx(2e9) and at_median(ends).bytes == 440_000_000
-    assert at_median(ends).swing == 0  # too few parts
-    assert at_median(ends[:1]) == at_median([]) == NOTHING
+    assert at_usual_speed(ends, 1).bytes_per_s == pytest.approx(2e9) and at_usual_speed(ends, 1).bytes == 440_000_000
+    assert at_usual_speed(ends[:6], 1).swing == 0  # too few parts
+    assert at_usual_speed(ends[:1], 1) == at_usual_speed([], 1) == NOTHING
     small = [End(0.1 * i, 1000 * i) for i in range(4)]  # too little for parts
-    assert at_median(small).bytes_per_s == pytest.approx(1e4)
+    assert at_usual_speed(small, 1).bytes_per_s == pytest.approx(1e4)
+
+
+def test_loads_that_end_in_bursts_are_as_fast_as_their_mean() -> None:
+    """Four are under way at once: they end together, or the last one takes most of the time that all of them take."""
+    together = [End(0.02 * (i // 4) + 1e-5 * i, 9_000_000 * i) for i in range(81)]
+    one_is_slow = [End(0.02 * (i // 4) + 0.001 * (i % 4), 9_000_000 * i) for i in range(81)]
+    for ends in (together, one_is_slow):
+        assert at_usual_speed(ends, 4).bytes_per_s == pytest.approx(36_000_000 / 0.02, rel=0.01)
+        assert at_usual_speed(ends, 4).swing < 0.01
 
 
 @pytest.mark.parametrize("slow", [1.0, 0.5])
@@ -200,7 +209,7 @@ def test_the_quarters_of_a_reading_say_how_it_swings(slow: float) -> None:
     for part in range(16):
         moment_s += 0.01 / (slow if part < 4 else 1)
         ends.append(End(moment_s, (part + 1) * (32 << 20)))
-    read = at_median(ends)
+    read = at_usual_speed(ends, 1)
     assert read.swing == pytest.approx(0 if slow == 1 else 0.247, abs=1e-3)
     assert read.beside(NOTHING).swing == NOTHING.beside(read).swing == read.swing
 
