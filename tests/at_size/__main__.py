@@ -14,20 +14,17 @@ The last line is one JSON object; the exit code is 1 if anything differs.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import sys
-import tempfile
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadRequest, DoesNotFit, UnsupportedModel
+from penstock.errors import BadRequest
 from penstock.graph.batch import Batch
 from penstock.graph.passes import MIXED
 from penstock.graph.tasks import Pass
@@ -38,17 +35,17 @@ from penstock.serve.service import Service
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
 from penstock.store.synth import synth
-from tests.at_size.draws import CONTEXT, MOST_WEIGHT_BYTES, VOCABULARY, Case, Rows, draw, prompts, schedule
+from tests.at_size.draws import CONTEXT, MOST_WEIGHT_BYTES, VOCABULARY, Case, Rows, prompts, schedule
+from tests.at_size.running import main
 from tests.cpu.commands import MACHINE
 
-LEFT_OUT = BadRequest, DoesNotFit, UnsupportedModel  # any other error is a fault
 ROWS = 1500  # of a case, in company
 ALONE = 4  # prompts of a case that are answered once more alone
 CHECKED = 10  # rows of a case that are computed once more alone
 
 
 def differences(case: Case, folder: Path) -> list[str]:
-    """What is not the same. Raises one of LEFT_OUT where the case cannot run."""
+    """What is not the same. Raises one of `running.LEFT_OUT` where the case cannot run."""
     config = folder / "config.json"
     config.write_text(json.dumps(case.config))
     packed = synth(config, folder / "packed", parse_format(case.weights), seed=case.number)
@@ -128,35 +125,5 @@ def step(
     return np.concatenate(engine.session.step(Pass(purpose, tuple(batches), None), tokens))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int)
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    wanted = parser.parse_args()
-    first = wanted.first if wanted.case is None else wanted.case
-    cases = 1 if wanted.case is not None else wanted.cases
-    end_s = time.monotonic() + 60 * wanted.minutes
-    ran, left_out, wrong = 0, 0, []
-    for number in itertools.count(first):
-        if number - first == cases or (cases is None and time.monotonic() > end_s):
-            break
-        case = draw(number)
-        with tempfile.TemporaryDirectory(prefix="penstock-at-size-") as folder:
-            try:
-                found = differences(case, Path(folder))
-            except LEFT_OUT as error:
-                left_out += 1
-                print(f"{case}: left out: {error}", file=sys.stderr)
-                continue
-        ran += 1
-        print(f"{case}: {'; '.join(found) or 'the same'}", file=sys.stderr, flush=True)
-        if found:
-            wrong.append(number)
-    print(json.dumps({"cases": ran, "left_out": left_out, "wrong": wrong}))
-    return bool(wrong)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__ or "", differences))

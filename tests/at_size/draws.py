@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,13 @@ def draw(number: int) -> Case:
         kv_home=rng.choice((None, None, None, "disk")),
         kv_tokens=rng.choice((None, CONTEXT, 2 * CONTEXT)),
     )  # fmt: skip
+
+
+def narrowed(case: Case) -> Case:
+    """The case with hidden states of 64 numbers, as a model of Llama's: what does not depend on widths is tried in
+    less time."""
+    narrow = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return replace(case, config=case.config | narrow | {"head_dim": 32, "model_type": "llama"})
 
 
 def _shortened(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:

@@ -10,17 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.runtime.kv_pages import KvPages
+from penstock.serve.pages import IdsOf, Pages, Table
 from penstock.serve.session import Session
 from penstock.store.packed import read_config
 from tests.at_size import __main__ as at_size
-from tests.at_size.draws import CONTEXT, Case, draw, schedule
-
-NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+from tests.at_size import served
+from tests.at_size.draws import CONTEXT, Case, draw, narrowed, schedule
 
 
 @pytest.fixture
 def small() -> Case:
-    config = draw(2).config | NARROW | {"head_dim": 32, "num_hidden_layers": 1, "model_type": "llama"}
+    config = narrowed(draw(2)).config | {"num_hidden_layers": 1}
     case = replace(draw(2), config=config, weights="int4", kv=None, isa="portable", exact=False, batch=3)
     return replace(case, share=1.0, chunk_rows=64, kv_home=None, kv_tokens=None, objective="latency")
 
@@ -43,6 +44,28 @@ def test_a_row_that_differs_is_told(small: Case, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(at_size, "ROWS", 200)
     monkeypatch.setattr(Session, "step", wrong)
     assert at_size.differences(small, tmp_path)
+
+
+@pytest.mark.parametrize("number", [2, 10])
+def test_answers_of_a_service_are_the_same_alone(small: Case, number: int, tmp_path: Path) -> None:
+    assert not served.differences(replace(small, number=number, share=0.5), tmp_path)
+
+
+def test_a_lost_page_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, lost = Pages.end, list[int]()
+
+    def losing(pages: Pages, table: Table, ids: IdsOf) -> None:
+        if not lost:
+            lost.append(table.pages.pop())
+        end(pages, table, ids)
+
+    monkeypatch.setattr(Pages, "end", losing)
+    assert any("pages" in line for line in served.differences(replace(small, number=53), tmp_path))
+
+
+def test_a_copy_that_did_not_happen_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvPages, "copy", lambda *_: None)
+    assert served.differences(replace(small, number=53), tmp_path)
 
 
 def test_cases_are_models(tmp_path: Path) -> None:
