@@ -73,7 +73,7 @@ def what_if(
     disk, link = (with_faster(solved, problem.ask, machine, which, trace) for which in (is_disk, is_link))
     if like is None:
         more = more_memory(problem, ring_bytes=ring_bytes) if ring_bytes else None
-        return WhatIf(more, None, formats, disk, link, tuple(with_more_known(solved, problem)))
+        return WhatIf(_no_slower(more, solved), None, formats, disk, link, tuple(with_more_known(solved, problem)))
     from penstock.planner.solve import pipo
 
     more = more_device = None
@@ -86,7 +86,15 @@ def what_if(
         # PIPO with all weights outside device memory has no use for more of it. With a part of them there it has.
         more_like = like + pipo.PARTIAL if like in pipo.NAMES.values() else like
         more_device = _one(roomy, ring_bytes, more_like)
-    return WhatIf(more, more_device, formats, disk, link)
+    return WhatIf(_no_slower(more, solved), _no_slower(more_device, solved), formats, disk, link)
+
+
+def _no_slower(more: Prediction | None, solved: Solved) -> Prediction | None:
+    """What more memory gives: the prediction of the plan that was tried, or of the given plan, which fits there too.
+    Of all plans one alone is tried, and it may be a bad one: 32 sequences in blocks that stream were told 0.6 of their
+    speed with one more GiB of RAM."""
+    slower = more is not None and more.decode_tokens_per_s < solved.prediction.decode_tokens_per_s
+    return solved.prediction if slower else more
 
 
 def with_faster(

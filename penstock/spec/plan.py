@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from penstock.spec import codec
 from penstock.spec.format import Format, Mixed
@@ -156,10 +157,16 @@ class Arena:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanModel:
     spec: ModelSpec
     weights: Format | Mixed
+
+    @cached_property
+    def parts(self) -> Mapping[str, Part]:
+        """The parts by key. They are asked for with every task: to look them up by model and format each time took a
+        fifth of the planning of a mixture of formats."""
+        return parts_by_key(self.spec, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +250,7 @@ class Plan:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        return parts_by_key(self.target.spec, self.target.weights)
+        return self.target.parts
 
     def activates_all(self, part: Part) -> bool:
         """Whether the activations of all of an FFN's neurons are computed. Else nothing is read of a neuron that is not

@@ -92,6 +92,11 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
         yield from ram.candidates(problem)
     except DoesNotFit:
         if not any_found:
+            if problem.has_device:
+                from penstock.planner.solve.ours import device
+
+                if device.minimum_bytes(problem) <= problem.device_bytes:
+                    ram.refuse(problem, device.least_host_bytes(problem))
             raise
 
 

@@ -98,12 +98,17 @@ def refuse(problem: Problem) -> NoReturn:
     if need > have:
         hint = f"--device-memory {format_mib_up(need)}, or --device none"
         raise too_little("device memory", "", GPU.executor, need, have, hint)
-    # KV that has no room on the device takes RAM, in the best of all ways that fit into the device's memory.
-    plans = [mode.plan({}, {}) for mode in modes(replace(smallest(problem), prompts=not problem.spec.is_routed))]
-    there = [plan for plan in plans if problem.fits(plan, GPU.executor)]
-    need = min(plan.tier_bytes()[HOST] for plan in there or plans)
+    need = least_host_bytes(problem)
     hint = f"--host-memory {format_mib_up(need)}, or --device none"
     raise too_little("host memory", " beside a device", HOST, need, host, hint)
+
+
+def least_host_bytes(problem: Problem) -> int:
+    """The bytes of RAM that the smallest plan beside a device takes. KV that has no room on the device takes RAM, in
+    the best of all ways that fit into the device's memory. With weights there a plan took 2 % less."""
+    plans = [mode.plan({}, {}) for mode in modes(replace(smallest(problem), prompts=not problem.spec.is_routed))]
+    there = [plan for plan in plans if problem.fits(plan, GPU.executor)]
+    return min(plan.tier_bytes()[HOST] for plan in there or plans)
 
 
 def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:

@@ -114,10 +114,18 @@ _NOT_PROBED = MachineSpec(
 )
 
 
-def _require_minimum(problem: Problem, limit: int) -> None:
+def refuse(problem: Problem, beside_bytes: int) -> None:
+    """Raises DoesNotFit if neither the smallest plan without a device fits into RAM, nor the smallest beside it, which
+    takes `beside_bytes` of RAM. With KV in memory GLM-4.5-Air takes 1.35 GB of RAM beside a
+    device of 48 GB, and 1.83 without."""
+    _require_minimum(problem, problem.host_bytes, beside_bytes)
+
+
+def _require_minimum(problem: Problem, limit: int, beside_bytes: int | None = None) -> None:
     """Raises DoesNotFit if the smallest plan takes more than `limit` bytes, and says what a shorter context would
-    save."""
+    save. `beside_bytes`: what the smallest plan beside a device takes, where there is one."""
     minimum, ask = minimum_bytes(problem), problem.ask
+    minimum = minimum if beside_bytes is None else min(minimum, beside_bytes)
     if minimum <= limit:
         return
     half = problem.asking(context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
