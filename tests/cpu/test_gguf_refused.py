@@ -58,6 +58,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
     "a part of each head": ({"llama.rope.dimension_count": 10}, UnsupportedModel, "10 is a part of each head of 20"),
     "another rope": ({"llama.rope.scaling.type": "su"}, UnsupportedModel, "'su' is not one of none, linear, yarn"),
     "yarn beside a table": ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "'yarn' beside a table"),
+    "a factor on cos and sin": (
+        {"llama.rope.scaling.attn_factor": 1.3}, UnsupportedModel, "is not supported but for longrope",
+    ),
     "a rope of NaN": ({"llama.rope.freq_base": float("nan")}, BrokenModel, "should be a finite number"),
     "scaled logits": ({"llama.logit_scale": 0.5}, UnsupportedModel, "llama.logit_scale 0.5 is not supported"),
     "an encoder": ({"llama.attention.causal": False}, UnsupportedModel, "llama.attention.causal False"),
@@ -125,6 +128,32 @@ def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
     """As llama.cpp takes it."""
     file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", {"llama.rope.scaling.factor": 4.0})
     assert read_gguf_config(open_gguf(file))["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_a_factor_of_0_is_none(tmp_path: Path) -> None:
+    file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", {"llama.rope.scaling.factor": 0.0})
+    assert "rope_scaling" not in read_gguf_config(open_gguf(file))
+
+
+def test_a_factor_stretches_a_table_too(tmp_path: Path) -> None:
+    """llama.cpp divides positions by the one and frequencies by the other."""
+    table, factor = {"rope_freqs.weight": np.arange(1, 11, dtype=np.float32)}, {"llama.rope.scaling.factor": 4.0}
+    file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", factor, table)
+    scaling = read_gguf_config(open_gguf(file))["rope_scaling"]
+    assert scaling["short_factor"] == scaling["long_factor"] == [4.0 * i for i in range(1, 11)]
+
+
+def test_a_llama_may_have_biases_of_q_k_and_v_alone(tmp_path: Path) -> None:
+    """As Qwen's first models have, where they are published as llamas."""
+    sizes = {name: t.shape[0] for name, t in open_gguf(converted(tmp_path)).tensors.items()}
+    biases = {
+        name.replace("weight", "bias"): np.ones(rows, np.float32)
+        for name, rows in sizes.items() if name.endswith(("attn_q.weight", "attn_k.weight", "attn_v.weight"))
+    }  # fmt: skip
+    file = rewritten(tmp_path / "model.gguf", tmp_path / "changed.gguf", {}, biases)
+    assert {"q_bias", "k_bias", "v_bias"} <= {
+        b.name for b in open_packed(pack(file, tmp_path / "packed")).parts["0.attn"].blocks
+    }
 
 
 def test_a_norm_in_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:

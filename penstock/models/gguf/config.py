@@ -109,13 +109,20 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     long, brief = (file.tables.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     if (long is None) != (brief is None):
         raise BrokenModel(f"{file.where} has one of rope_factors_long.weight and rope_factors_short.weight alone")
+    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
+    factor = keys.real(factor_key, 1.0, lo=0.0) or 1.0  # 0 stands for none
     # What llama.cpp takes where a file names a factor and no type.
-    stretched = keys.has("rope.scaling.factor") or keys.has("rope.scale_linear")
-    kind = keys.text("rope.scaling.type", "linear" if stretched else "none")
-    if (divisors is not None or long is not None) and kind not in ("none", "longrope"):
+    kind = keys.text("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    beside_divisors = ("none", "longrope", "linear") if divisors is not None else ("none", "longrope")
+    if (divisors is not None or long is not None) and kind not in beside_divisors:
         raise keys.unsupported("rope.scaling.type", f"{short(kind)} beside a table of divisors is not supported")
+    attn_key = "rope.scaling.attn_factor"
+    if (divisors is not None or long is None) and keys.has(attn_key) and keys.real(attn_key) != 1.0:
+        raise keys.unsupported(attn_key, f"{short(keys.data[attn_key])} is not supported but for longrope")
     if divisors is not None:
-        same = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+        stretch = factor if kind == "linear" else 1.0
+        both = [divisor * stretch for divisor in divisors]
+        same = {"short_factor": both, "long_factor": both, "attention_factor": 1.0}
         return {**rope, "rope_scaling": {"rope_type": "longrope", **same}}
     if long is not None and brief is not None:
         scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": brief, "long_factor": long}
@@ -124,9 +131,8 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
         return {**rope, "rope_scaling": scaling, **_original(file)}
     if kind == "none":
         return rope
-    factor_key = "rope.scaling.factor" if keys.has("rope.scaling.factor") else "rope.scale_linear"
     if kind == "linear":
-        return {**rope, "rope_scaling": {"rope_type": "linear", "factor": keys.real(factor_key, 1.0)}}
+        return {**rope, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind != "yarn":
         raise keys.unsupported("rope.scaling.type", f"{short(kind)} is not one of none, linear, yarn")
     scaling = {"rope_type": "yarn", "factor": keys.real(factor_key), **_original(file)}
@@ -134,7 +140,6 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
         if keys.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = keys.real(f"rope.scaling.yarn_{name}")
     for key in (
-        "rope.scaling.attn_factor",
         "rope.scaling.yarn_attn_factor",
         "rope.scaling.yarn_log_multiplier",
         "rope.scaling.extrapolation_factor",
@@ -160,6 +165,10 @@ def _llama(file: _File) -> dict[str, Any]:
             num_experts_per_tok=file.whole("expert_used_count"),
         )
     biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes, "mlp_bias": "blk.0.ffn_up.bias" in file.shapes}
+    if biases == {"attention_bias": True, "mlp_bias": False} and "blk.0.attn_output.bias" not in file.shapes:
+        return _qwen2(
+            file
+        )  # Qwen's first models as llamas: biases of q, k and v alone, which no config of a llama says
     return _common(file, "llama", intermediate_size=file.whole("feed_forward_length"), **biases)
 
 

@@ -1,0 +1,134 @@
+"""`python -m tests.beside_llamacpp`: random GGUF files of models as wide as real ones, beside llama.cpp.
+
+`tests.at_size` compares a model with itself. Here the other side is llama.cpp, which reads the same file. llama.cpp
+rounds activations to int8 wherever weights are quantised. So its own quantiser widens the file to float32 first, and
+the logits that llama.cpp computes of that, with a float32 cache, are those which exact activations must give here. By
+default activations are rounded here too, in another way than there: these logits may be as far off as llama.cpp's own
+of the quantised file are, times ROUNDED. Needs llama_cpp and gguf.
+
+    --cases N | --minutes M    how much (2 minutes)
+    --first N                  begin with this case
+    --case N                   this one alone
+
+The last line is one JSON object; the exit code is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.serve.engine import Engine
+from penstock.serve.loading import Loading
+from penstock.spec.ask import Ask
+from penstock.store.pack import pack
+from tests.at_size.__main__ import step
+from tests.at_size.draws import Rows
+from tests.beside_llamacpp.draws import PROMPTS, ROOM, VOCABULARY, Case, draw
+from tests.beside_llamacpp.files import quantise, rewritten, write_floats
+from tests.beside_llamacpp.peer import Peer
+from tests.cpu.commands import MACHINE
+
+STEPS = 3  # tokens after each prompt, each a pass of its own
+EXACT = 2e-4  # root mean square of what differs, over that of the logits
+OF_GELU = 2e-3  # llama.cpp takes gelu from a table of float16
+ROUNDED = 3.0
+
+Array = NDArray[Any]
+
+
+def differences(case: Case, folder: Path) -> tuple[list[str], dict[str, float]]:
+    """What is too far off, and the largest distances."""
+    floats, file, wide = (folder / f"{name}.gguf" for name in ("floats", "file", "wide"))
+    write_floats(case, floats)
+    quantise(floats, file, case.mix, case.pure, case.overrides)
+    floats.unlink()
+    quantise(file, wide, "all_f32", pure=True)
+    ids = [np.random.default_rng(length).integers(0, VOCABULARY, length + STEPS) for length in PROMPTS]
+    with closing(Peer(wide)) as peer:
+        expected = [peer.answers(each, STEPS) for each in ids]
+    wide.unlink()
+    model = file if case.files == 1 and case.alignment == 32 else rewritten(file, folder, case.files, case.alignment)
+    with closing(Peer(model)) as peer:
+        theirs = [peer.answers(each, STEPS) for each in ids]
+    packed = pack(model, folder / "packed")
+    found, largest = list[str](), {"exact": 0.0, "rounded": 0.0, "llama.cpp": 0.0}
+    limit = OF_GELU if case.shape.architecture.startswith("gemma") else EXACT
+    for name in ("exact", "rounded"):
+        ask = Ask(context=ROOM, kv="float32", prompt_tokens=64, output_tokens=8)
+        with closing(
+            Engine.load(packed, ask, Loading(machine=MACHINE, device="none", exact=name == "exact"))
+        ) as engine:
+            for each, right, peers in zip(ids, expected, theirs, strict=True):
+                ours = answers(engine, each)
+                for at, (here, there, rounded) in enumerate(zip(ours, right, peers, strict=True)):
+                    off, of_peer = distance(here, there), distance(rounded, there)
+                    largest[name] = max(largest[name], off)
+                    largest["llama.cpp"] = max(largest["llama.cpp"], of_peer)
+                    if off > (limit if name == "exact" else max(limit, ROUNDED * of_peer)):
+                        found.append(
+                            f"{name}: {off:.2g} off after {len(each) - STEPS} + {at} tokens ({of_peer:.2g} there)"
+                        )
+    return found, largest
+
+
+def answers(engine: Engine, ids: Array) -> Array:
+    """Logits of the last row of a prompt and of each step behind it, float32 [1 + STEPS, V]."""
+    table = ids.astype(np.int32)[None]
+    length = len(ids) - STEPS
+    rows, most = [], engine.plan.chunk_rows
+    for lo in range(0, length, most):
+        logits = step(engine, [Rows(0, lo, min(most, length - lo))], table)
+    rows.append(logits[0].copy())
+    for at in range(length, len(ids)):
+        rows.append(step(engine, [Rows(0, at, 1)], table)[0].copy())
+    return np.stack(rows)
+
+
+def distance(one: Array, other: Array) -> float:
+    """NaN counts as infinitely far."""
+    off = float(np.sqrt(np.mean((one - other) ** 2)) / np.std(other))
+    return off if np.isfinite(off) else np.inf
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--case", type=int)
+    wanted = parser.parse_args()
+    first = wanted.first if wanted.case is None else wanted.case
+    cases = 1 if wanted.case is not None else wanted.cases
+    end_s = time.monotonic() + 60 * wanted.minutes
+    ran, wrong = 0, []
+    for number in itertools.count(first):
+        if number - first == cases or (cases is None and time.monotonic() > end_s):
+            break
+        case = draw(number)
+        with tempfile.TemporaryDirectory(prefix="penstock-beside-llamacpp-") as folder:
+            try:
+                found, largest = differences(case, Path(folder))
+            except Exception as error:  # a refusal too: llama.cpp runs all of these
+                found, largest = [f"{type(error).__name__}: {error}"], {}
+        ran += 1
+        told = ", ".join(f"{name} {off:.2g}" for name, off in largest.items())
+        print(f"{case}: {'; '.join(found) or 'the same'} ({told})", file=sys.stderr, flush=True)
+        if found:
+            wrong.append(number)
+    print(json.dumps({"cases": ran, "wrong": wrong}))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
