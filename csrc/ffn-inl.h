@@ -172,13 +172,20 @@ bool ffn_many(Pool& pool, const FfnOp& op, std::size_t cost) {
     // Granules at a time: as many as scratch has room for hidden values of, but no more than stay in the L2 cache.
     constexpr int kMostHidden = 4096 * kHiddenRows;  // with fewer rows more neurons, so that threads meet less often
     const int neurons = kMostHidden / std::min(input.chunk(), kHiddenRows);
-    int block = std::min(weights.count, std::max(1, neurons / op.shape.up.rows));
+    // A block that ends within a four leaves that sum in `pending`, which an expert's call has not.
+    const int per_four = sum_granules(op.shape.up.rows);
+    const auto whole = [&](int granules) {
+        if (granules >= weights.count) return weights.count;
+        return granules > per_four ? granules / per_four * per_four : granules;
+    };
+    int block = whole(std::max(1, neurons / op.shape.up.rows));
     Prepared prepared;
-    for (; block > 0; block = block > 1 ? block / 2 : 0) {
+    for (; block > 0; block = block > 1 ? whole(block / 2) : 0) {
         Scratch left = scratch;
         if (Prepared::plan(down, block, input.chunk(), op.exact, left, prepared)) break;
     }
     if (block == 0) return false;
+    if (op.sum.pending == nullptr && block < weights.count && block % per_four != 0) return false;
     Pieces pieces(pool.threads());
     pool.run(cost, [&](const Team& team) {
         prefetch_run(weights.data + std::size_t(team.share(std::min(block, weights.count)).first) * weights.stride);

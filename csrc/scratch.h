@@ -119,10 +119,14 @@ inline std::size_t route_scratch(const RouterShape& shape, int t) {
 // few rows: then all experts at once want room for their rows, the hidden values of all their granules, and two sums.
 inline std::size_t experts_scratch(const FfnShape& shape, int per_expert, int active, int t) {
     const std::size_t d = std::size_t(shape.down.rows), columns = std::size_t(shape.up.cols), n = std::size_t(t);
-    std::size_t most =
-        scratch_aligned(4 * n * columns) + scratch_aligned(4 * n * d) + ffn_scratch(shape, per_expert, t);
-    const int few = std::min(t, kMostFewRows);
+    const std::size_t gathered = scratch_aligned(4 * n * columns) + scratch_aligned(4 * n * d);
+    std::size_t most = gathered + ffn_scratch(shape, per_expert, t);
+    const int few = std::min(t, kMostFewRows), four = std::min(per_expert, sum_granules(shape.up.rows));
     for (const bool exact : {true, false}) {
+        // Many rows of an expert need the hidden values of a four at least: they have no place for a part of its sum.
+        const int rows = chunk_rows(shape.up, 1, t, exact);
+        most = std::max(most, gathered + prepared_scratch(shape.up, 1, rows, exact) +
+                                  prepared_scratch(shape.down, four, rows, exact));
         // At most so many experts at once have a row each; or fewer experts have more rows, of which three are laid out
         // as four.
         const std::size_t pairs = std::size_t(few) * std::size_t(active);

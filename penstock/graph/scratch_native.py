@@ -79,7 +79,10 @@ def experts_bytes(part: Part, active: int, rows: int) -> int:
     up, down, few = part.block("up"), part.block("down"), min(rows, _FEW_ROWS)
     gathered = round_up(4 * rows * up.cols, _ALIGN) + round_up(4 * rows * down.rows, _ALIGN)
     need = gathered + ffn_bytes(part, part.expert_granules, rows)
+    four = min(part.expert_granules, part.sum_granules)
     for exact in (True, False):
+        chunk = _chunk_rows(up, 1, rows, exact)
+        need = max(need, gathered + _prepared_bytes(up, 1, chunk, exact) + _prepared_bytes(down, four, chunk, exact))
         row_bytes = _prepared_bytes(up, 1, 1, exact) + _prepared_bytes(down, part.expert_granules, 1, exact)
         pair_bytes = round_up((4 * row_bytes + 2) // 3, _ALIGN) + 2 * round_up(4 * down.rows, _ALIGN)
         need = max(need, few * active * pair_bytes)

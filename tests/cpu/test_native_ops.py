@@ -38,6 +38,7 @@ from tests.cpu.native_pair import (
     ffn_ops,
     layers,
 )
+from tests.cpu.native_products import ALL, COMPUTE, SCRATCH, address
 
 
 @pytest.mark.fuzz
@@ -180,6 +181,32 @@ def test_experts_called_together_give_the_bits_of_one_after_the_other(isa: str, 
     program.place([pair.arenas[1].address(slot) for _, slot in placed], [number for number, _ in placed])
     program.run()  # other experts than it was written down with
     assert np.array_equal(together, pair.arenas[1].view(op.partial))
+    pair.close()
+
+
+@pytest.mark.parametrize("rows", [14, 18, 33])
+@pytest.mark.parametrize("isa", cpu.available())
+def test_an_expert_as_wide_as_mixtrals_gives_the_bits_of_an_ffn(isa: str, rows: int) -> None:
+    """Blocks of its granules end where fours do: no call of experts has room for a part of a four's sum. For some rows
+    they ended in the middle, and the process with them."""
+    expert, columns = FfnSpec(14336, "silu", True), 32
+    layer = Layer(Attention(1, 1, 8, 0.35), Routed(1, 1, expert, Router("softmax", True)))
+    spec = ModelSpec("llama", "float32", 50, columns, columns, 4096, (layer,), NormSpec("rms", 1e-5), True, False)
+    batch = Batch(0, (0,), (0,), (rows,), (0,))
+    plan = resident_plan(spec, parse_format("int4"), kv=parse_format("float16"), context=192, rows=rows)
+    pair, part = Pair(plan, isa, 3, exact=False, seed=rows), plan.parts["0.experts"]
+    call = next(pair.calls(Pass("prefill", (batch,), None), np.random.default_rng(rows), "experts"))
+    op, arena = call.operands, pair.arenas[1]
+    pair.native.call(call)
+    found = arena.view(op.partial).view(np.float32).copy()
+    h, wanted, pending = arena.view(op.h).copy(), np.full_like(found, np.nan), np.full_like(found, np.nan)
+    COMPUTE[isa, 3].ffn(
+        weights=arena.address(op.weights[0]), count=part.granules, stride=part.granule_bytes,
+        shape=cpu.ffn_shape(part, expert), h=address(h), t=rows, partial=address(wanted), pending=address(pending),
+        granule=0, starts_sum=True, continues_four=False, leaves_four=False, **ALL, exact=False,
+        scratch=address(SCRATCH), scratch_bytes=SCRATCH.nbytes,
+    )  # fmt: skip
+    assert found.any() and np.array_equal(found, wanted)
     pair.close()
 
 
