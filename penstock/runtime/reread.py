@@ -15,7 +15,7 @@ from penstock.units import MIB, round_up
 
 _RAM_BYTES = 800 * MIB  # so much is read in all rounds together, in about 20 ms
 _MOST_ROUNDS = 5
-_PART_BYTES = 32 * MIB  # reading is timed in such parts at least
+_PART_BYTES, _MOST_PART_BYTES = 32 * MIB, 64 * MIB  # reading is timed in parts of so many bytes
 _HALT = 3  # a part that took so many times as long as most of them waited for something else than the disk
 _QUARTERS, _LEAST_PARTS = 4, 2  # a reading's quarters are compared, each of so many parts at least
 _PIECE_BYTES = 64 * MIB  # the smallest piece: twice a large L3 cache, so that no cache holds what is read next
@@ -56,11 +56,13 @@ def at_usual_speed(ends: Sequence[End], in_flight: int) -> Read:
     not count if something halts the machine for a moment: taking pages once took 0.9 s, and half a second of reading
     once had 0.83 of the speed of the seconds before and after it. `in_flight`: how many loads are under way at once.
 
-    Loads that are under way together end in bursts, so a part is as long as all of them are. The median of parts of
-    32 MiB with four loads of 9 MiB in flight was 2.10 GB/s where the mean, and passes, had 2.35 (docs/LOG.md)."""
+    Loads that are under way together end in bursts, so a part is as long as all of them are, up to 64 MiB: readers
+    have half of that in flight, and with longer parts a halt in a short reading would not stand out. The median of
+    parts of 32 MiB with four loads of 9 MiB was 2.10 GB/s where the mean, and passes, had 2.35 (docs/LOG.md)."""
     if len(ends) < 2:
         return NOTHING
-    least = max(_PART_BYTES, in_flight * max(end.bytes - before.bytes for before, end in pairwise(ends)))
+    together = in_flight * max(end.bytes - before.bytes for before, end in pairwise(ends))
+    least = min(_MOST_PART_BYTES, max(_PART_BYTES, together))
     parts, last = list[Read](), ends[0]
     for end in ends[1:]:
         if end.bytes - last.bytes >= least:
@@ -71,17 +73,22 @@ def at_usual_speed(ends: Sequence[End], in_flight: int) -> Read:
         return whole
     most_s_per_byte = _HALT * statistics.median(part.seconds / part.bytes for part in parts)
     steady = [part for part in parts if part.seconds <= most_s_per_byte * part.bytes]
-    seconds, nbytes = sum(part.seconds for part in steady), sum(part.bytes for part in steady)
-    return whole._replace(seconds=whole.bytes * seconds / nbytes, swing=_swing(steady))
+    return whole._replace(seconds=whole.bytes * _s_per_byte(steady), swing=_swing(steady))
+
+
+def _s_per_byte(parts: Sequence[Read]) -> float:
+    return sum(part.seconds for part in parts) / sum(part.bytes for part in parts)
 
 
 def _swing(parts: Sequence[Read]) -> float:
-    """By how much the quarters of these parts differ in speed; 0 of too few parts."""
+    """By how much the quarters of these parts differ in speed; 0 of too few parts, or where one took no time."""
     size = len(parts) // _QUARTERS
     if size < _LEAST_PARTS:
         return 0.0
-    quarters = (parts[i * size : (i + 1) * size] for i in range(_QUARTERS))
-    speeds = [sum(part.bytes for part in quarter) / sum(part.seconds for part in quarter) for quarter in quarters]
+    quarters = [_s_per_byte(parts[i * size : (i + 1) * size]) for i in range(_QUARTERS)]
+    if not all(quarters):
+        return 0.0
+    speeds = [1 / s_per_byte for s_per_byte in quarters]
     return statistics.pstdev(speeds) / statistics.fmean(speeds)
 
 

@@ -203,6 +203,12 @@ def test_loads_that_end_in_bursts_are_as_fast_as_their_mean() -> None:
         assert at_usual_speed(ends, 4).swing < 0.01
 
 
+def test_a_halt_in_a_short_reading_stands_out() -> None:
+    """In loading, where nine loads of 16 MiB are under way: 320 MiB at 2 GB/s, with 0.3 s in between."""
+    ends = [End(0.008 * i + (0.3 if i > 9 else 0.0), i * (16 << 20)) for i in range(21)]
+    assert at_usual_speed(ends, 9).bytes_per_s == pytest.approx((16 << 20) / 0.008)
+
+
 @pytest.mark.parametrize("slow", [1.0, 0.5])
 def test_the_quarters_of_a_reading_say_how_it_swings(slow: float) -> None:
     ends, moment_s = [End(0.0, 0)], 0.0

@@ -166,9 +166,8 @@ def _llama(file: _File) -> dict[str, Any]:
         )
     biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes, "mlp_bias": "blk.0.ffn_up.bias" in file.shapes}
     if biases == {"attention_bias": True, "mlp_bias": False} and "blk.0.attn_output.bias" not in file.shapes:
-        return _qwen2(
-            file
-        )  # Qwen's first models as llamas: biases of q, k and v alone, which no config of a llama says
+        # Qwen's first models as llamas: biases of q, k and v alone, which no config of a llama says.
+        return _qwen2(file)
     return _common(file, "llama", intermediate_size=file.whole("feed_forward_length"), **biases)
 
 

@@ -116,8 +116,8 @@ _NOT_PROBED = MachineSpec(
 
 def refuse(problem: Problem, beside_bytes: int) -> None:
     """Raises DoesNotFit if neither the smallest plan without a device fits into RAM, nor the smallest beside it, which
-    takes `beside_bytes` of RAM. With KV in memory GLM-4.5-Air takes 1.35 GB of RAM beside a
-    device of 48 GB, and 1.83 without."""
+    takes `beside_bytes` of RAM. With KV in memory GLM-4.5-Air takes 1.35 GB of RAM beside a device of 48 GB, and 1.83
+    without."""
     _require_minimum(problem, problem.host_bytes, beside_bytes)
 
 
