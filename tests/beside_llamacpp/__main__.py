@@ -15,12 +15,9 @@ The last line is one JSON object; the exit code is 1 if anything differs.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import sys
 import tempfile
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,7 @@ from tests.beside_llamacpp.draws import PROMPTS, ROOM, VOCABULARY, Case, draw
 from tests.beside_llamacpp.files import quantise, rewritten, write_floats
 from tests.beside_llamacpp.peer import Peer
 from tests.cpu.commands import MACHINE
+from tests.numbered import flags, numbers
 
 STEPS = 3  # tokens after each prompt, each a pass of its own
 EXACT = 2e-4  # root mean square of what differs, over that of the logits
@@ -102,19 +100,9 @@ def distance(one: Array, other: Array) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int)
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    wanted = parser.parse_args()
-    first = wanted.first if wanted.case is None else wanted.case
-    cases = 1 if wanted.case is not None else wanted.cases
-    end_s = time.monotonic() + 60 * wanted.minutes
+    wanted = flags(__doc__ or "").parse_args()
     ran, wrong = 0, []
-    for number in itertools.count(first):
-        if number - first == cases or (cases is None and time.monotonic() > end_s):
-            break
+    for number in numbers(wanted):
         case = draw(number)
         with tempfile.TemporaryDirectory(prefix="penstock-beside-llamacpp-") as folder:
             try:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from penstock.runtime import probe_ops
+from penstock.runtime import probe_ops, probe_stages
 from penstock.runtime.native_kernels import native
 from penstock.runtime.probe_ops import PRODUCTS, Layers, Points, by_usual_ram
 from penstock.spec.format import DEFAULT_GROUP, Format
@@ -63,3 +63,12 @@ def test_turns_of_few_rows_in_a_fast_spell_do_not_count_as_usual(monkeypatch: py
     of_one_row = [rate for rate in rates if rate.rows == 1 and rate.op in PRODUCTS]
     assert len(of_one_row) == len(PRODUCTS)
     assert all(1 / rate.s_per_byte == pytest.approx(10 * GB) for rate in of_one_row)
+
+
+def test_the_ram_of_a_probe_is_that_of_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own readings all fell into a fast spell; those beside the products did not."""
+    probe = object.__new__(probe_stages._Probe)
+    probe._threads, probe._ram_bytes_per_s = 1, [33 * GB] * 20
+    monkeypatch.setattr(probe_stages, "ram_readings", lambda threads, rounds, pause_s: [56 * GB] * rounds)
+    (rate,) = probe._ram(0.0).rates
+    assert 1 / rate.s_per_byte == pytest.approx(33 * GB)

@@ -9,14 +9,13 @@ The last line is one JSON object; the exit code is 1 if anything does not hold.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import random
 import sys
 import time
 
 from penstock.errors import DoesNotFit, PenstockError
+from tests.numbered import flags, numbers
 from tests.promises import checks
 from tests.promises.draws import Case, draw, setting
 
@@ -43,19 +42,9 @@ def broken(case: Case) -> tuple[list[str], float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int)
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", type=int)
-    wanted = parser.parse_args()
-    first = wanted.first if wanted.case is None else wanted.case
-    cases = 1 if wanted.case is not None else wanted.cases
-    end_s = time.monotonic() + 60 * wanted.minutes
+    wanted = flags(__doc__ or "").parse_args()
     ran, left_out, wrong, slowest = 0, 0, [], (0.0, -1)
-    for number in itertools.count(first):
-        if number - first == cases or (cases is None and time.monotonic() > end_s):
-            break
+    for number in numbers(wanted):
         case = draw(number)
         try:
             found, plan_s = broken(case)
