@@ -35,7 +35,8 @@ def prompts(
             ]
         )
         most = max(batch.total_rows for batch in batches)
-        passes.append(Pass(purpose_of(plan, most), batches, following, most <= plan.asking_rows))
+        few = most <= plan.asking_rows
+        passes.append(Pass(purpose_of(plan, most), batches, following, few, pages_used(plan, batches)))
         following = passes[-1].stream
     yield from reversed(passes)
 
@@ -90,7 +91,8 @@ def prefill(plan: Plan, seq: int, tokens: int, then: Stream | None, score: bool 
         rows = min(step, tokens - start)
         following = then if start + rows == tokens else scored(plan, tokens - start - rows)
         purpose = scored(plan, rows).purpose
-        yield Pass(purpose, (Batch(0, (seq,), (start,), (rows,), tuple(range(rows))),), following)
+        batches = (Batch(0, (seq,), (start,), (rows,), tuple(range(rows))),)
+        yield Pass(purpose, batches, following, pages_used=pages_used(plan, batches))
 
 
 def scored(plan: Plan, tokens: int) -> Stream:
@@ -105,4 +107,13 @@ def decode(plan: Plan, seqs: Sequence[int], positions: Sequence[int], then: Stre
         chosen = tuple(seqs[lo : lo + plan.batch_seqs])
         n = len(chosen)
         batches.append(Batch(index, chosen, tuple(positions[lo : lo + n]), (1,) * n, tuple(range(n))))
-    return Pass("decode", tuple(batches), then)
+    return Pass("decode", tuple(batches), then, pages_used=pages_used(plan, batches))
+
+
+def pages_used(plan: Plan, batches: Sequence[Batch]) -> int | None:
+    """`Pass.pages_used` of a plan for one sequence, which has all pages: up to the last one that it reaches. None for a
+    plan that has no use for the others, and for several sequences. Who runs these knows what their pages hold."""
+    if not plan.guests or plan.batch_seqs * plan.batches_per_pass > 1:
+        return None
+    (batch,) = batches
+    return -(-(batch.start[-1] + batch.rows[-1]) // plan.page_tokens)

@@ -7,13 +7,14 @@ is worse than the simulated time of another one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.graph import ops
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
-from penstock.planner.shorten import streamed
+from penstock.planner.shorten import staying, streamed
 from penstock.planner.sizes import prompt_and_half_way
 from penstock.spec.ask import Ask
 from penstock.spec.part_keys import head_key
@@ -57,13 +58,13 @@ def least_score_s(plan: Plan, ask: Ask, cost: Cost) -> float:
         _PassSize("prefill", batches, together * prompt // passes, together, prompt * (prompt + 1) / 2 / passes),
         _PassSize("decode", batches, together, together, prompt),
     )
-    prompt_s, token_s = _busiest_s(plan, cost, wanted)
+    prompt_s, token_s = _busiest_s(plan, cost, wanted, staying(plan, ask))
     return _score_s(passes * prompt_s + ask.output_tokens * token_s, plan, ask)
 
 
-def reads_bytes(plan: Plan) -> int:
-    """Bytes that a decode pass reads from disks."""
-    return sum(streamed(plan, from_disk=True).values())
+def reads_bytes(plan: Plan, ask: Ask) -> int:
+    """Bytes that a decode pass half-way through the output reads from disks."""
+    return sum(streamed(plan, from_disk=True, without=staying(plan, ask)).values())
 
 
 def sequences(plan: Plan, ask: Ask) -> int:
@@ -76,9 +77,10 @@ def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:
     return total_s * rounds if ask.objective == "latency" else total_s / (sequences(plan, ask) * ask.output_tokens)
 
 
-def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize]) -> list[float]:
+def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize], there: Collection[int]) -> list[float]:
     """For each of the passes `wanted`, the seconds of its busiest lane. A unit crosses a lane once a pass, and is
-    computed once a batch. Norms, moves of KV and copies are left out, so the sum stays a lower bound."""
+    computed once a batch. Norms, moves of KV and copies are left out, so the sum stays a lower bound. `there`: units
+    that are not loaded, since they stay in KV pages."""
     spec, lanes = plan.target.spec, [defaultdict[str, float](float) for _ in wanted]
     kinds = {
         key: (part.kind, id(spec.layers[part.layer]), part.granules, part.granule_bytes, part.kinds())
@@ -87,16 +89,17 @@ def _busiest_s(plan: Plan, cost: Cost, wanted: Sequence[_PassSize]) -> list[floa
     }
     # Most of a plan's thousands of units are alike, so their seconds are known already.
     known: dict[tuple[object, ...], list[tuple[dict[str, float], str, float]]] = {}
-    for unit in plan.units:
+    for u, unit in enumerate(plan.units):
         kind = kinds.get(unit.part)
         if kind is not None:
             tail = unit.hi == kind[2]  # the last granule may have fewer rows
-            alike = (kind, unit.hi - unit.lo, tail, unit.home, unit.decode, unit.prefill, unit.active, unit.asked)
+            home = unit.decode if u in there else unit.home
+            alike = (kind, unit.hi - unit.lo, tail, home, unit.decode, unit.prefill, unit.active, unit.asked)
             if alike not in known:
                 known[alike] = [
                     (into, *each)
                     for into, p in zip(lanes, wanted, strict=True)
-                    for each in _unit_s(plan, unit, cost, p)
+                    for each in _unit_s(plan, replace(unit, home=home), cost, p)
                 ]
             for into, lane, seconds in known[alike]:
                 into[lane] += seconds

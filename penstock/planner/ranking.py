@@ -24,7 +24,7 @@ def settles(rival: Compared, least_s: float, plan: Plan, ask: Ask) -> bool:
     plan takes hardly more than its bound of `least_s` seconds (_HARDLY)."""
     seconds, least_s = rival.score_s(ask), least_s * _HARDLY
     equal_s = min(seconds, least_s) * _EQUAL
-    at_best = _rank(least_s, reads_bytes(plan) / sequences(plan, ask), equal_s)
+    at_best = _rank(least_s, reads_bytes(plan, ask) / sequences(plan, ask), equal_s)
     return _rank(seconds, rival.prediction.disk_bytes_per_token, equal_s) <= at_best
 
 

@@ -40,12 +40,18 @@ def without_device(plan: Plan, ask: Ask) -> tuple[str, ...]:
             f"a ring of {format_bytes(ring)} in units of at most {format_bytes(min(UNIT_BYTES, ring // 4))}",
         ]
         if plan.guests:
-            nbytes = sum(guest.slot.nbytes for guest in Layout(plan).guests.values())
-            told.append(
-                f"up to {format_bytes(nbytes)} of what streams stays in KV pages as long as no sequence has them;"
-                " what is predicted is of full pages"
-            )
+            told.append(guests(plan, ask))
     return *told, f"prompts in chunks of {plan.chunk_rows} tokens: each chunk reads {read} once", kv
+
+
+def guests(plan: Plan, ask: Ask) -> str:
+    """A sentence about units that stay in KV pages."""
+    nbytes = sum(guest.slot.nbytes for guest in Layout(plan).guests.values())
+    stays = f"up to {format_bytes(nbytes)} of what streams stays in KV pages as long as no sequence has them"
+    if plan.batch_seqs * plan.batches_per_pass > 1:
+        return f"{stays}; what is predicted is of full pages"
+    tokens = ask.prompt_tokens + ask.output_tokens
+    return f"{stays}: what is predicted is of {tokens} tokens, and more of them slow it down bit by bit"
 
 
 def caches(plan: Plan) -> str:

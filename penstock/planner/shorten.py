@@ -15,7 +15,7 @@ long plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, tee
 from math import ceil
@@ -65,7 +65,7 @@ def quick(
         tasks = None if kept is None else _kept(kept, tuple(layers), lambda: lowered(short, ask, spread, heard))
         return predict(short, ask, machine, spread, heard, tasks)
 
-    if (few := _short_plans(plan, _asked_neurons(plan, trace))) is None:
+    if (few := _short_plans(plan, _asked_neurons(plan, trace), staying(plan, ask))) is None:
         return of(())
     near, further = few
     return further_on(of(near), [(share, of(layers)) for share, layers in further], plan, ask)
@@ -142,11 +142,14 @@ class _LayerRun(NamedTuple):
     far: list[int]
 
 
-def _short_plans(plan: Plan, asked: Sequence[float] = ()) -> tuple[list[int], list[tuple[float, list[int]]]] | None:
+def _short_plans(
+    plan: Plan, asked: Sequence[float] = (), there: Collection[int] = ()
+) -> tuple[list[int], list[tuple[float, list[int]]]] | None:
     """The layers of the shortest plan; (share, layers) of each longer one, whose difference to the shortest is added
     `share` times. None if the plan itself is to be simulated: it has few units, or no short plans tell its time.
-    `asked`: of each layer, how many neurons a token asks for; () where that is not known."""
-    chosen = _choose(plan, asked) if len(plan.units) > _FEW_UNITS else None
+    `asked`: of each layer, how many neurons a token asks for; () where that is not known. `there`: the units of
+    `staying`."""
+    chosen = _choose(plan, asked, there) if len(plan.units) > _FEW_UNITS else None
     if chosen is None:
         return None
     further = []
@@ -157,11 +160,11 @@ def _short_plans(plan: Plan, asked: Sequence[float] = ()) -> tuple[list[int], li
     return [i for run in chosen for i in run.near], further
 
 
-def _choose(plan: Plan, asked: Sequence[float]) -> list[_LayerRun] | None:
+def _choose(plan: Plan, asked: Sequence[float], there: Collection[int]) -> list[_LayerRun] | None:
     """The runs of layers and the layers of the short plans. None if the plan itself is to be simulated.
 
-    Layers whose KV has one home are a run. For each run there is a short plan that has more of its layers. `asked`: as
-    for `_short_plans`."""
+    Layers whose KV has one home are a run. For each run there is a short plan that has more of its layers. `asked`,
+    `there`: as for `_short_plans`."""
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
         return None  # short plans might miss the layers that lie on one of the disks
@@ -177,7 +180,7 @@ def _choose(plan: Plan, asked: Sequence[float]) -> list[_LayerRun] | None:
     kinds = list({replace(home, layers=(0, 0)): None for home in plan.kv})
     if len(spans) > _MOST_RUNS and len(kinds) > 2:
         return None
-    decode_bytes, prompts = streamed(plan), streamed(plan, purpose="prefill")
+    decode_bytes, prompts = streamed(plan, without=there), streamed(plan, purpose="prefill")
     most = max(sum(decode_bytes.values()) - decode_bytes[-1], sum(prompts.values()) - prompts[-1])
     ring_layers = sum(plan.ring_bytes.values()) * count / max(1, most)
     least = 1 if len(plan.units) > _MANY_UNITS * count else 2
@@ -288,16 +291,26 @@ def _progressions(count: int, wanted: int) -> Iterator[range]:
             yield range(start, start + step * wanted, step)
 
 
-def streamed(plan: Plan, from_disk: bool = False, purpose: str = "decode") -> dict[int, int]:
+def staying(plan: Plan, ask: Ask) -> frozenset[int]:
+    """The numbers of the units that stay in KV pages when a single sequence is half-way through its output. Of several
+    sequences it is not known which pages they leave free."""
+    if not plan.guests or (used := half_way(plan, ask).pages_used) is None:
+        return frozenset()
+    return frozenset(u for u, room in Layout(plan).guests.items() if room.first_page >= used)
+
+
+def streamed(
+    plan: Plan, from_disk: bool = False, purpose: str = "decode", without: Collection[int] = ()
+) -> dict[int, int]:  # fmt: skip
     """Layer → bytes of weights that a pass streams. The key -1 is of parts outside the layers. `from_disk`: only bytes
     that come from disks. `purpose`: "decode" or "prefill". In decode, experts with a cache and units that are asked for
-    are left out."""
+    are left out. `without`: numbers of units that are there already (`staying`)."""
     parts, tied = plan.parts, plan.target.spec.tied
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
     layer_bytes = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
-    for unit in plan.units:
-        if purpose == "decode" and (unit.asked or unit.part in cached):
-            continue  # answers decide what of them is loaded
+    for u, unit in enumerate(plan.units):
+        if u in without or (purpose == "decode" and (unit.asked or unit.part in cached)):
+            continue  # answers decide what of caches is loaded
         away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
         if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
             part = parts[unit.part]
@@ -342,7 +355,8 @@ def further_on(
     loaded_bytes = of_experts(lambda use: use.loaded_bytes)
     disk_bytes = line(lambda p: p.disk_bytes_per_token)
     if plan is not None and not any(unit.asked for unit in plan.units):
-        moved_bytes = sum(streamed(plan, from_disk=True).values()) + kv_moved(plan, ask, from_disk=True)
+        there = staying(plan, ask)
+        moved_bytes = sum(streamed(plan, True, without=there).values()) + kv_moved(plan, ask, from_disk=True)
         seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
         fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
         disk_bytes = moved_bytes / seqs + fetched + loaded_bytes

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadRequest
+from penstock.graph import passes
 from penstock.graph.batch import Batch
 from penstock.graph.passes import MIXED
 from penstock.graph.tasks import Pass
@@ -122,7 +123,8 @@ def step(
         batches.append(Batch(nth, seqs, start, counts, last))
         tokens.append(np.concatenate([ids[each.seq, each.start : each.start + each.rows] for each in of_batch]))
     purpose = "decode" if max(each.rows for each in rows) == 1 else MIXED
-    return np.concatenate(engine.session.step(Pass(purpose, tuple(batches), None), tokens))
+    used = passes.pages_used(engine.plan, batches)
+    return np.concatenate(engine.session.step(Pass(purpose, tuple(batches), None, pages_used=used), tokens))
 
 
 if __name__ == "__main__":

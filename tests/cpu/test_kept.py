@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StorageFailed
+from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.tasks import Pass, Task
 from penstock.serve.engine import Engine
@@ -84,6 +87,52 @@ def test_whatever_came_before_the_answer_is_the_same(folder: Path, name: str) ->
                     list(engine.score(ids))
 
         check()
+
+
+@pytest.mark.fuzz
+def test_weights_that_stay_in_a_sequences_free_pages_change_nothing(folder: Path) -> None:
+    """One sequence of 4 pages grows, ends and begins anew. Weights come into the pages that it has not reached."""
+    sizes: dict[str, Any] = {"chunk_rows": 32, "logits_rows": 32, "context": 256}
+    packed = open_packed(folder)
+    plan = with_arenas(replace(streaming(packed, **sizes), guests=True))
+    rooms = Layout(plan).guests
+    assert len({room.first_page for room in rooms.values()}) > 2
+    rng = np.random.default_rng(6)
+    texts = [rng.integers(0, packed.spec.vocab, 256).tolist() for _ in range(2)]
+    known: dict[tuple[int, int], list[int]] = {}
+    with load(folder, plan=plan) as engine, load(folder, plan=resident_plan(packed.spec, packed.weights, **sizes)) as r:
+
+        def alone(which: int, n: int) -> list[int]:
+            if (which, n) not in known:
+                known[which, n] = r.generate([texts[which][:n]], PARAMS)[0].token_ids
+            return known[which, n]
+
+        @settings(deadline=None, max_examples=settings().max_examples // 4)
+        @given(
+            st.lists(
+                st.tuples(st.sampled_from(["stream", "stream", "leave", "generate", "score"]), st.integers(0, 1),
+                          st.sampled_from([1, 40, 61, 62, 63, 64, 65, 127, 128, 200, 253])),
+                min_size=2, max_size=8,
+            )
+        )  # fmt: skip
+        def check(events: list[tuple[str, int, int]]) -> None:
+            for what, which, n in events:
+                ids = texts[which][:n]
+                if what == "stream":
+                    assert streamed(engine, ids) == alone(which, n)
+                elif what == "leave":
+                    next(engine.stream(ids, PARAMS), None)
+                elif what == "generate":
+                    answers = engine.generate([ids, texts[1 - which][:n]], PARAMS)
+                    assert [each.token_ids for each in answers] == [alone(which, n), alone(1 - which, n)]
+                else:
+                    list(engine.score(ids))
+
+        check()
+        streamed(engine, texts[0][:40])
+        few = engine.session.consumed_bytes
+        streamed(engine, texts[0][:253])
+        assert few < engine.session.consumed_bytes  # the longest one leaves no page
 
 
 def test_a_chats_next_turn_reads_what_is_new(folder: Path) -> None:

@@ -18,6 +18,8 @@ from penstock.graph.lower import Lowering
 from penstock.graph.pages import check_tables
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.verify import verify
+from penstock.planner.predict import predict
+from penstock.planner.shorten import staying
 from penstock.planner.solve import solve
 from penstock.planner.solve.ours.guests import with_guests
 from penstock.serve.pages import Pages
@@ -131,9 +133,32 @@ def test_the_planner_cuts_what_streams_so_that_it_may_stay() -> None:
         assert edges[0][0] == 0 and edges[-1][1] == part.granules
         assert all(a[1] == b[0] for a, b in pairwise(edges))
     rooms = Layout(plan).guests
-    assert len({room.first_page for room in rooms.values()}) >= 3  # they make room bit by bit
-    alone = solve(replace(ask, batch=1), LLAMA_1B, INT4, MACHINE).plan
-    assert not alone.guests and with_guests(alone) is alone
+    assert len({room.first_page for room in rooms.values()}) >= 2  # they make room bit by bit
+    whole = replace(ask, batch=1, prompt_tokens=300, output_tokens=212)  # as many tokens as the context
+    alone = solve(whole, LLAMA_1B, INT4, MACHINE).plan
+    assert not alone.guests and with_guests(alone, whole) is alone
+
+
+def test_one_sequence_leaves_pages_that_it_has_not_reached() -> None:
+    """The more of its context a sequence will have, the more is promised to stream."""
+    machine, context = MACHINE, 4096
+    asks = [
+        Ask(prompt_tokens=64, output_tokens=output, context=context, host_memory_bytes=700 << 20)
+        for output in (64, 1000, 3000, context - 64)
+    ]
+    solved = [solve(ask, LLAMA_1B, INT4, machine) for ask in asks]
+    assert [each.plan.guests for each in solved] == [True, True, True, False]
+    read = [each.prediction.disk_bytes_per_token for each in solved]
+    assert read == sorted(read) and read[0] < 0.75 * read[-1]
+    plan = solved[0].plan
+    streams = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home == "disk0")
+    there = staying(plan, asks[0])
+    assert read[0] == streams - sum(plan.unit_bytes(plan.units[u]) for u in there)
+    assert predict(plan, asks[0], machine).disk_bytes_per_token == read[0]  # whole, without short plans
+    (step,) = {passes.decode(plan, (0,), (position,), None).pages_used for position in (0, 255)}
+    assert step == 1
+    assert [p.pages_used for p in passes.prompts(plan, (0,), (1000,), None)] == [2, 4]
+    assert "more of them slow it down" in " ".join(solved[0].reasons)
 
 
 def test_kept_pages_are_worth_their_room_for_some_passes_only() -> None:

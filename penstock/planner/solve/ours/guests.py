@@ -8,49 +8,57 @@ from itertools import groupby
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
 from penstock.planner.solve.fill import Run, units
+from penstock.spec.ask import Ask
 from penstock.spec.parts import Part
 from penstock.spec.plan import UNIT_BYTES, Plan, Unit
+from penstock.units import MIB
 
-# Guests of a pool, if granules are small enough. With more of them the room that sequences leave is used better, and
-# their loads are smaller: a quarter of 16 MiB, as 8,192 tokens of an 8B model have in a layer, is still read at the
-# disk's rate.
-_IN_A_POOL = 4
+# Guests of a pool, if granules are small enough. With more of them the room that sequences leave is used better. With
+# fewer, loads are larger and prompts have fewer calls, of which each begins anew: 1.5 ms with 512 rows. Guests of 2 MB
+# took 7 % of a prompt of an 8B model. So there are two where four would have less than 4 MiB each.
+_MOST_IN_A_POOL, _LEAST_IN_A_POOL, _LEAST_BYTES = 4, 2, 4 * MIB
 # Of what streams. Fewer bytes are not worth the tasks of smaller units.
 _LEAST_SHARE = 0.05
 
 
-def with_guests(plan: Plan) -> Plan:
+def with_guests(plan: Plan, ask: Ask) -> Plan:
     """The plan with units that may stay in KV pages, in place of some of the FFNs' units on the disk. The same plan
-    where there may be none, where it is for one sequence, or where they would be a twentieth or less of what streams.
-    Only where units lie changes, and no arena grows but for scratch."""
-    if plan.batch_seqs * plan.batches_per_pass < 2 or plan.sparsity != "off" or not may_have_guests(plan):
+    where there may be none, and where they would be a twentieth or less of what streams. A single sequence reaches as
+    many pages as the ask has tokens, and units may stay in the others. Only where units lie changes, and no arena grows
+    but for scratch."""
+    if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
+    alone = plan.batch_seqs * plan.batches_per_pass == 1
+    reached = -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if alone else 1
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
     recut: list[Unit] = []
     for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
         part, alike = plan.parts[key], list(group)
-        recut += _cut(plan, part, alike, pools[part.layer]) if may_stay else alike
-    return _worth_it(plan, with_arenas(replace(plan, units=tuple(recut), guests=True)))
+        recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
+    return _worth_it(plan, with_arenas(replace(plan, units=tuple(recut), guests=True)), reached)
 
 
-def _worth_it(before: Plan, plan: Plan) -> Plan:
+def _worth_it(before: Plan, plan: Plan, reached: int) -> Plan:
     streamed = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home != unit.decode)
-    stay = sum(guest.slot.nbytes for guest in Layout(plan).guests.values())
+    rooms = Layout(plan).guests.values()
+    stay = sum(guest.slot.nbytes for guest in rooms if guest.first_page >= reached)
     return plan if stay > _LEAST_SHARE * streamed else before
 
 
-def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool]) -> list[Unit]:
-    """A part's units on the disk anew: the last ones are of the size of a guest."""
+def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int) -> list[Unit]:
+    """A part's units on the disk anew: the last ones are of the size of a guest. `reached`: so many of a pool's first
+    pages have no guests."""
     lo, hi, (unit, *_) = streaming[0].lo, streaming[-1].hi, streaming
     step, most = part.sum_granules, max(map(plan.unit_bytes, streaming))
     if step * part.granule_bytes > most:  # the ring has no room for more
         return streaming
     runs: list[Run] = []
     for pool in pools:
-        room = pool.slot.nbytes - pool.page_bytes
-        nbytes = max(min(pool.slot.nbytes // _IN_A_POOL, most), step * part.granule_bytes)
+        room = pool.slot.nbytes - reached * pool.page_bytes
+        wanted = max(room // _MOST_IN_A_POOL, min(room // _LEAST_IN_A_POOL, _LEAST_BYTES))
+        nbytes = max(min(wanted, most), step * part.granule_bytes)
         granules = nbytes // part.granule_bytes // step * step
         for _ in range(room // (granules * part.granule_bytes)):
             begin = (hi - granules) // step * step

@@ -171,7 +171,7 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
     for ring in rings:
         sized = replace(size, host_ring_bytes=ring)
         usual = partly_in_ram(sized, {})
-        housing = with_guests(usual) if usual is not None else None
+        housing = with_guests(usual, problem.ask) if usual is not None else None
         plans = {"RAM and disk": housing if housing is not None and problem.fits(housing) else usual}
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
