@@ -28,9 +28,12 @@ class AttentionBlocks:
         self._calls, self._streams = calls, streams
         self._plan, self._layout = calls.plan, calls.layout
 
-    def unit(self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool) -> None:
+    def unit(
+        self, layer: int, u: int, executor: Executor, weights: Slot, batch: Batch, first: bool,
+        pages_used: int | None = None,
+    ) -> None:  # fmt: skip
         """A unit's share of a layer, all of it on one executor. `weights`: the unit's slot. `first`: the unit's output
-        is the first addend of the batch's sum.
+        is the first addend of the batch's sum. `pages_used`: as in a Pass.
 
         Raises InternalError if a plan has a layer's attention on another executor than its projections."""
         calls, layout, unit = self._calls, self._layout, self._plan.units[u]
@@ -40,7 +43,7 @@ class AttentionBlocks:
         if home.attend != executor:
             raise InternalError(f"layer {layer}: attention on {home.attend} but its projections on {executor}")
         q, out = (self._heads(executor, batch, layer, name) for name in ("q", "a"))
-        keys, values = layout.kv.slots(layer, batch)
+        keys, values = layout.kv.slots(layer, batch, pages_used)
         h, partial = calls.rows(executor, batch, "h"), calls.rows(executor, batch, "partial")
         scratch, fmt = calls.scratch(executor), part.kinds(ops.QKV_BLOCKS)
         cost = calls.matrix_cost(u, ops.QKV_BLOCKS, t)

@@ -63,10 +63,20 @@ class KvLayout:
         """Bytes of one page of K (or of V) of one layer: a block of P positions for each KV head (spec/format.py)."""
         return self.plan.page_tokens * self._token_bytes(layer, home)
 
-    def slots(self, layer: int, batch: Batch) -> tuple[Slot, Slot]:
+    def slots(self, layer: int, batch: Batch, pages_used: int | None = None) -> tuple[Slot, Slot]:
         """(keys, values) where attention reads them: the pages from the batch's first sequence to its last one, or all
-        pages where they are shared."""
-        return self.way(layer, batch)[-1][1]
+        pages where they are shared. `pages_used`: no more than so many of a pool in RAM (`Pass.pages_used`). So
+        attention does not wait for weights that come into the others."""
+        both = self.way(layer, batch)[-1][1]
+        if pages_used is None:
+            return both
+        home = self.home(layer, batch)
+        most = pages_used * self.page_bytes(layer, home)
+        keys, values = (
+            slot._replace(hi=min(slot.hi, pool.lo + most))
+            for slot, pool in zip(both, self._pools[layer, home.seqs[0]], strict=True)
+        )
+        return keys, values
 
     def way(self, layer: int, batch: Batch) -> list[tuple[Tier, tuple[Slot, Slot]]]:
         """(tier, (keys, values)) of each place that the batch's KV passes, from its home to where attention reads

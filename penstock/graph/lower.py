@@ -276,7 +276,7 @@ class Lowering:
                     first = (batch.id, piece.lo) not in begun
                     begun.add((batch.id, piece.lo))
                     if kind == "attn":
-                        self._attention.unit(layer, u, executor, weights, batch, first)
+                        self._attention.unit(layer, u, executor, weights, batch, first, p.pages_used)
                     else:
                         self._ffns.unit(layer, u, executor, weights, piece, first)
                 if kinds[i] == "shared" and "shared" not in kinds[i + 1 :]:
