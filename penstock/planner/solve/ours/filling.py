@@ -53,14 +53,15 @@ def filled(skeleton: Skeleton, rest: Rest = in_ram, experts: bool = False) -> Pl
     return None if fitting is None else fitting[0]
 
 
-def partly_in_ram(skeleton: Skeleton, on_device: Resident) -> Plan | None:
+def partly_in_ram(skeleton: Skeleton, on_device: Resident, last: Sequence[str] = ()) -> Plan | None:
     """The plan with `on_device` in device memory, as much of the rest in RAM as fits, and the remainder on the disk.
-    None if RAM is too small. Whether device memory has room is left to the caller."""
+    None if RAM is too small. Whether device memory has room is left to the caller. `last`: kinds of parts that get what
+    room all others leave."""
     problem = skeleton.problem
     spare = problem.spare_bytes(skeleton.plan(on_device, {}), HOST, problem.bytes_of(on_device))
     if spare is None:
         return None
-    plan = skeleton.plan(on_device, fill_memory(problem, on_device, spare))
+    plan = skeleton.plan(on_device, fill_memory(problem, on_device, spare, last=last))
     return plan if problem.fits(plan, HOST) else None
 
 
@@ -123,12 +124,14 @@ def fill_device(skeleton: Skeleton, budget: int, experts: bool = False) -> Resid
 
 
 def fill_memory(
-    problem: Problem, on_device: Resident, budget: int, without: Sequence[str] = (), looked_up: bool = True
-) -> Resident:
+    problem: Problem, on_device: Resident, budget: int, without: Sequence[str] = (), looked_up: bool = True,
+    last: Sequence[str] = (),
+) -> Resident:  # fmt: skip
     """The granules that `budget` bytes of RAM hold: even shares of everything that is not on the device. A tied
     embedding stays before all else: it is the head too, and if it streamed, the row of each token would have to be read
     on its own as well. `without`: kinds of parts that do not stay. `looked_up`: an embedding of which single rows are
-    looked up stays if there is room left. (Slots for experts are a better use of it.)"""
+    looked up stays if there is room left. (Slots for experts are a better use of it.) `last`: as for
+    `partly_in_ram`."""
     rest = {key: part.granules - on_device.get(key, 0) for key, part in problem.parts.items()}
     kinds = (*PINNED, *without)
     every = [part for part in problem.parts.values() if part.kind not in kinds and rest[part.key]]
@@ -137,7 +140,8 @@ def fill_memory(
     if problem.spec.tied and rest["embed"] and rest["embed"] * embed.granule_bytes <= budget:
         stays["embed"] = rest["embed"]
     shared = [part for part in every if part.key not in (problem.gathered, *stays)]
-    stays |= share_out(shared, budget - problem.bytes_of(stays), rest)
+    for parts in ([each for each in shared if (each.kind in last) == is_last] for is_last in (False, True)):
+        stays |= share_out(parts, budget - problem.bytes_of(stays), rest)
     if looked_up and problem.gathered and rest["embed"] and embed.nbytes <= budget - problem.bytes_of(stays):
         stays |= all_of([embed])
     return stays

@@ -28,8 +28,7 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     but for scratch."""
     if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
-    alone = plan.batch_seqs * plan.batches_per_pass == 1
-    reached = -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if alone else 1
+    reached = _reached(plan, ask)
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
@@ -37,14 +36,23 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
         part, alike = plan.parts[key], list(group)
         recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
-    return _worth_it(plan, with_arenas(replace(plan, units=tuple(recut), guests=True)), reached)
+    housing = with_arenas(replace(plan, units=tuple(recut), guests=True))
+    before, after = still_streamed(plan, ask), still_streamed(housing, ask)
+    return housing if after < (1 - _LEAST_SHARE) * before else plan
 
 
-def _worth_it(before: Plan, plan: Plan, reached: int) -> Plan:
+def still_streamed(plan: Plan, ask: Ask) -> int:
+    """Bytes that a pass streams when all guests are there that the ask leaves room for."""
     streamed = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home != unit.decode)
-    rooms = Layout(plan).guests.values()
-    stay = sum(guest.slot.nbytes for guest in rooms if guest.first_page >= reached)
-    return plan if stay > _LEAST_SHARE * streamed else before
+    rooms, reached = Layout(plan).guests.values(), _reached(plan, ask)
+    return streamed - sum(guest.slot.nbytes for guest in rooms if guest.first_page >= reached)
+
+
+def _reached(plan: Plan, ask: Ask) -> int:
+    """So many of a pool's first pages have no guests for long: those of all tokens of a single sequence. Of several
+    sequences nobody knows how many come."""
+    alone = plan.batch_seqs * plan.batches_per_pass == 1
+    return -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if alone else 1
 
 
 def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int) -> list[Unit]:

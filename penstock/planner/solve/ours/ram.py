@@ -19,15 +19,16 @@ from penstock.planner.shares import Resident
 from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
-from penstock.planner.solve.ours.guests import with_guests
+from penstock.planner.solve.ours.guests import still_streamed, with_guests
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format
 from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
-from penstock.spec.parts import PINNED
+from penstock.spec.parts import FFNS, PINNED
 from penstock.spec.places import CPU, DISK, HOST
+from penstock.spec.plan import Plan
 from penstock.units import MIB, format_mib_up
 
 MAX_RING_BYTES = 256 * MIB
@@ -159,6 +160,19 @@ def _least(problem: Problem) -> list[Skeleton]:
     return [skeleton(problem, MIN_CHUNK_ROWS, n, ring_options(problem)[0], order) for n, order in kinds]
 
 
+def _streaming(sized: Skeleton) -> Plan | None:
+    """The plan of as much in RAM as fits, with guests in free KV pages where these pay. FFNs alone can be guests. So
+    where the pages have room for more than an even share of FFNs leaves to the disk, all else stays in RAM first."""
+    problem = sized.problem
+    usual = partly_in_ram(sized, {})
+    if usual is None or not (housing := with_guests(usual, problem.ask)).guests:
+        return usual
+    apart = partly_in_ram(sized, {}, last=FFNS)
+    housings = [housing] if apart is None else [housing, with_guests(apart, problem.ask)]
+    fitting = filter(problem.fits, housings)
+    return min(fitting, key=lambda plan: still_streamed(plan, problem.ask), default=usual)
+
+
 def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
     """Lists of candidates that fit: one with all weights in memory, or, if that does not fit, a list for each ring."""
     problem = size.problem
@@ -170,9 +184,7 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
             return
     for ring in rings:
         sized = replace(size, host_ring_bytes=ring)
-        usual = partly_in_ram(sized, {})
-        housing = with_guests(usual, problem.ask) if usual is not None else None
-        plans = {"RAM and disk": housing if housing is not None and problem.fits(housing) else usual}
+        plans = {"RAM and disk": _streaming(sized)}
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
             plans[f"experts in caches{ahead}"] = caching(sized, {}, guesses=guesses)
