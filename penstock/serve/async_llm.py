@@ -18,6 +18,7 @@ from penstock.serve.llm import LLM, Score, checked_params, one_answer
 from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutput, conversations, prompt_list
 from penstock.serve.pooling import Pool, Pooling, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
+from penstock.serve.session import CLOSED
 from penstock.serve.told import Cancelled, Ended, Failed, Told
 
 
@@ -148,7 +149,7 @@ class AsyncLLM:
                 if isinstance(what, Failed):
                     raise what.error
                 if isinstance(what, Cancelled):
-                    raise BadRequest("this model was closed: load it again")
+                    raise BadRequest(CLOSED)
                 if isinstance(what, Ended):
                     yield what.answer
                     return

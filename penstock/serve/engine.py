@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import DamagedModel, PenstockError
+from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph import passes
 from penstock.graph.tasks import Pass
 from penstock.planner.explain import Band
@@ -29,7 +29,7 @@ from penstock.serve.loading import Loading, Planned, plan_here, to_load_unpacked
 from penstock.serve.renewal import Renewed, renewed
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scores import Scores
-from penstock.serve.session import FirstPass, Session
+from penstock.serve.session import CLOSED, FirstPass, Session
 from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.turns import Turns
 from penstock.spec.ask import Ask
@@ -72,6 +72,7 @@ class Engine:
         self._tokenizer = planned.how.tokenizer
         self._opening_tokenizer = threading.Lock()
         self._guides: Guides | None = None
+        self._freed = False
         self._guide_bytes = planned.how.guide_bytes
         self.last: Generation | None = None
         self._source: Source | None = None
@@ -189,8 +190,11 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, opened when it is first wanted. Raises as `Tokenizer.open`."""
+        """The model's tokenizer, opened when it is first wanted. Raises as `Tokenizer.open`, BadRequest after
+        `close`."""
         with self._opening_tokenizer:
+            if self._freed:  # its process would start again, and nobody would end it
+                raise BadRequest(CLOSED)
             if self._tokenizer is None:
                 verify = self.packed.sums is not None
                 self._tokenizer = Tokenizer.open(self.packed.folder, self.ask.host_memory_bytes, verify)
@@ -199,7 +203,7 @@ class Engine:
     @property
     def guides(self) -> Guides:
         """The child process that holds answers to JSON schemas. It starts with the first such answer. Raises BadRequest
-        where llguidance is not installed."""
+        where llguidance is not installed, and after `close`."""
         tokenizer = self.tokenizer
         with self._opening_tokenizer:
             if self._guides is None:
@@ -233,6 +237,7 @@ class Engine:
             self._free()
 
     def _free(self) -> None:
+        self._freed = True
         self.session.close()
         if self._source is not None:
             self._source.close()

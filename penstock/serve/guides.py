@@ -19,8 +19,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ _ANSWER_BYTES = 1 << 20
 # With 128k entries the child peaks at 46 MiB; a schema's automaton may take 20 MiB. A numbered mask is a byte for each
 # token here and a bit there.
 _CHILD_BYTES, _BYTES_PER_TOKEN = 56 * MIB, 256 + NUMBERED + NUMBERED // 8
+
+_ENDED = "the model that this answer is from was closed"
+T = TypeVar("T")
 
 
 def has_guides() -> bool:
@@ -114,10 +117,10 @@ class Guides:
     def check(self, rule: Rule) -> None:
         """Has the child compile a rule, and waits for that. Raises BadRequest where the rule cannot be followed, or
         takes more than it may."""
-        self._worker.submit(self._ask, "check", list(rule), _COMPILE_S).result()
+        _result(self._submit(self._ask, "check", list(rule), _COMPILE_S))
 
     def begin(self, rule: Rule) -> Guide:
-        """Guides an answer from its first token on. Returns at once."""
+        """Guides an answer from its first token on. Returns at once. Raises BadRequest after `close`."""
         with self._counting:
             self._number += 1
             guide = Guide(self, self._number, rule)
@@ -137,7 +140,14 @@ class Guides:
 
     def later(self, known: _Known, tokens: list[int]) -> Future[Allowed]:
         """The promise of what may come after these tokens of an answer."""
-        return self._worker.submit(self._next, known, tokens)
+        return self._submit(self._next, known, tokens)
+
+    def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """The promise of what the worker's thread will return. Raises BadRequest after `close`."""
+        try:
+            return self._worker.submit(work, *arguments)
+        except RuntimeError:
+            raise BadRequest(_ENDED) from None
 
     # -- the worker's thread ---------------------------------------------------------------------------
 
@@ -248,13 +258,22 @@ class Guide:
         self._next = guides.later(self._known, [])
 
     def allowed(self) -> Allowed:
-        """What may come next. Raises BadRequest where the rule cannot be followed any further."""
-        return self._next.result()
+        """What may come next. Raises BadRequest where the rule cannot be followed any further, and after
+        `Guides.close`."""
+        return _result(self._next)
 
     def push(self, token: int) -> None:
         """Notes one more token of the answer. It was allowed, and does not end the answer."""
         self._tokens.append(token)
         self._next = self._guides.later(self._known, list(self._tokens))
+
+
+def _result(promise: Future[T]) -> T:
+    """What was promised. Raises BadRequest where `Guides.close` has broken the promise."""
+    try:
+        return promise.result()
+    except CancelledError:
+        raise BadRequest(_ENDED) from None
 
 
 def memory_left(within_bytes: int | None, planned_bytes: int, tokenizer: Tokenizer, vocab: int) -> int:

@@ -24,10 +24,9 @@ from penstock.serve.planning import default_cache
 from penstock.serve.pooling import Pool, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
+from penstock.serve.session import CLOSED
 from penstock.spec.ask import DEFAULT_SCORE_ROWS, Ask
 from penstock.units import parse_bytes
-
-_CLOSED = "this model was closed: load it again"
 
 
 @dataclass
@@ -209,7 +208,7 @@ class LLM:
         with BadRequest. Ctrl-C ends the writing; then the next use is a first one again, or packs the rest."""
         with self._starting:
             if self._service is not None:
-                self._service.close(_CLOSED)
+                self._service.close(CLOSED)
         try:
             self.engine.end_copy()
         finally:
@@ -236,10 +235,13 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        # Whoever waits for an answer holds this object. So no request is open here. A model that failed to load has no
-        # engine, and while the interpreter ends anything may be gone.
+        # Whoever waits for an answer holds this object, but a stream that nobody reads may be garbage with it. A model
+        # that failed to load has no engine, and while the interpreter ends anything may be gone.
         with suppress(Exception):
-            self.engine.leave()
+            if self._service is not None:
+                self._service.leave(self.engine.leave)
+            else:
+                self.engine.leave()
 
 
 def one_answer(params: SamplingParams) -> SamplingParams:

@@ -80,6 +80,7 @@ class Service:
         self._times = times or PassTimes(engine.plan, engine.machine, mixed)
         self._pace = MeasuredPace(engine.plan, prompt_rows) if follows else None
         self._thread: threading.Thread | None = None  # lives while requests are here
+        self._at_end: Callable[[], None] = lambda: None  # what the thread calls last
 
     @property
     def counts(self) -> Counts:
@@ -255,6 +256,15 @@ class Service:
             self._saves_until_s = time.perf_counter() + _SAVING_S
             self._changed.wait_for(lambda: self._thread is None)
 
+    def leave(self, then: Callable[[], None]) -> None:
+        """Cancels the requests that are left, and does not wait. `then` is called when the last pass has ended, by the
+        service's thread if that lives. Garbage collection may call this, in the middle of a pass of that thread too."""
+        self.abandon()
+        with self._changed:
+            lives, self._at_end = self._thread is not None, then
+        if not lives:
+            then()
+
     # -- the service's own thread ---------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -272,7 +282,8 @@ class Service:
                 if not self._open:
                     self._thread = None
                     self._changed.notify_all()
-                    return
+                    break
+        self._at_end()
 
     def _answer_all(self) -> None:
         """Takes passes until no request is here, and then keeps pages until one comes."""
@@ -320,8 +331,7 @@ class Service:
             self._scheduler.pages.saved(unsaved[1])
 
     def _move_pages(self, moves: Sequence[Move]) -> bool:
-        """Moves pages as a pass asks for. False if a stored page is not what was stored: then all requests begin again
-        without it."""
+        """Moves pages as a pass asks for. False if a stored page is not what was stored: all requests begin again."""
         if not self._keeper.move(moves):
             with self._changed:
                 self._scheduler.forget()

@@ -43,7 +43,7 @@ from penstock.spec.plan import Plan
 from penstock.store.packed import Packed
 from penstock.store.writer import Fill
 
-_CLOSED = "this model was closed: load it again"
+CLOSED = "this model was closed: load it again"
 # Called after each pass with the tasks that ended since the pass before. With None: loads that ended after the last
 # pass.
 Watch = Callable[[Timeline, Pass | None], None]
@@ -164,7 +164,7 @@ class Session:
         Raises BadRequest after `close`, DamagedModel, StorageFailed, DeviceFailed."""
         with self._stepping:
             if self._closed:
-                raise BadRequest(_CLOSED)
+                raise BadRequest(CLOSED)
             self.passes += 1
             return self._step(p, tokens)
 
@@ -247,7 +247,7 @@ class Session:
         if self._saves_late:
             with self._stepping:
                 if self._closed:
-                    raise BadRequest(_CLOSED)
+                    raise BadRequest(CLOSED)
                 try:
                     self._tell(self._executor.drain(), None)
                 except PenstockError:

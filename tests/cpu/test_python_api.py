@@ -6,8 +6,9 @@ import asyncio
 import gc
 import subprocess
 import sys
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,59 @@ def test_garbage_gives_memory_back(folder: Path, cache: Path) -> None:
     assert left() is None
     with pytest.raises(BadRequest, match="closed"):
         session.drain() or session.step(None, [])  # type: ignore[arg-type,func-returns-value]
+
+
+def test_garbage_in_the_middle_of_a_pass(folder: Path, cache: Path) -> None:
+    """A stream that nobody reads is garbage with its model, and the collector comes in the service's own thread, which
+    cannot wait for the end of the pass that it runs."""
+    llm = LLM(folder, cache=cache, context=128, verify=False)
+    holder: list[object] = [llm, llm.stream("hello", SamplingParams(max_tokens=120, ignore_eos=True))]
+    holder.append(holder)
+    next(holder[1])  # type: ignore[call-overload]
+    service, session, left = llm.service(), llm.engine.session, weakref.ref(llm)
+    dropped, collected = threading.Event(), threading.Event()
+    (thread,) = (each for each in threading.enumerate() if each.name == "penstock-serve")
+
+    def collect(*_: object) -> None:
+        if dropped.is_set():
+            gc.collect()
+            collected.set()
+
+    gc.disable()
+    try:
+        session.watchers.append(collect)
+        del llm, holder
+        dropped.set()
+        assert collected.wait(60), "the thread waits for itself"
+    finally:
+        gc.enable()
+    assert left() is None and service.idle(60)
+    thread.join(60)
+    with pytest.raises(BadRequest, match="closed"):
+        session.step(None, [])  # type: ignore[arg-type]
+
+
+def test_a_closed_model_says_so_and_starts_no_processes(folder: Path, cache: Path) -> None:
+    llm = LLM(folder, cache=cache, context=64, verify=False)
+    llm.generate("hello", BRIEF)
+    engine, held = llm.engine, SamplingParams(json_schema={"enum": ["a", "b"]})
+    llm.close()
+    before = child_processes()
+    asks: list[Callable[[], object]] = [
+        lambda: llm.generate("hello", BRIEF), lambda: llm.generate([1, 2], BRIEF), lambda: llm.generate([1, 2], held),
+        lambda: list(llm.stream("hello", BRIEF)), lambda: llm.chat(ASKED, BRIEF), lambda: llm.embed("hello"),
+        lambda: llm.score("hello"), lambda: llm.score([1, 2]), lambda: engine.generate_ids([1, 2], held),
+    ]  # fmt: skip
+    for ask in asks:
+        with pytest.raises(BadRequest, match="this model was closed: load it again"):
+            ask()
+    assert child_processes() == before
+
+
+def child_processes() -> set[int]:
+    """Numbers of the processes that this one has started."""
+    children = (file.read_text() for file in Path("/proc/self/task").glob("*/children"))
+    return {int(number) for each in children for number in each.split()}
 
 
 def test_tasks_share_a_model(llm: LLM) -> None:
