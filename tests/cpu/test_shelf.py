@@ -13,9 +13,12 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import Request
 
 from penstock.errors import DoesNotFit
 from penstock.planner.pace import Pace
+from penstock.serve.api.answers import Gone
+from penstock.serve.api.desk import Desk
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
 from penstock.serve.scheduler import Ending, QueueFull
 from penstock.spec.format import FLOAT32
@@ -113,6 +116,30 @@ def test_clients_that_leave_hold_nothing_and_the_line_is_bounded() -> None:
                 told.end()
         (await fake.shelf.hold("b")).end()
         assert fake.events[-2:] == ["a closed", "b loaded"]
+
+    run(scenario)
+
+
+def test_no_model_is_loaded_for_a_client_that_has_gone() -> None:
+    async def scenario() -> None:
+        fake, gone = Fake("a", "b"), asyncio.Event()
+        desk, held = Desk(fake.shelf), await fake.shelf.hold("a")
+
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        waiting = asyncio.ensure_future(desk.hold(Request({"type": "http"}, receive), "b"))
+        await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(fake.shelf.hold("a"))
+        await asyncio.sleep(0.01)
+        assert not late.done()  # one who waits for b is before it
+        gone.set()
+        with pytest.raises(Gone):
+            await waiting
+        held.end()
+        (await late).end()
+        assert fake.events == ["a loaded"]
 
     run(scenario)
 

@@ -82,7 +82,7 @@ def _completions(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/v1/completions")
     async def completion(body: CompletionRequest, request: Request) -> Response:
-        hold = await desk.hold(body.model)
+        hold = await desk.hold(request, body.model)
         try:
             tokenizer = hold.loaded.service.engine.tokenizer
             prompts = [
@@ -191,8 +191,8 @@ def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int 
 
 def _texts(app: FastAPI, desk: Desk) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        hold = await desk.hold(body.model)
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        hold = await desk.hold(request, body.model)
         try:
             engine = hold.loaded.service.engine
             ids = await to_thread.run_sync(engine.tokenizer.encode, body.prompt, body.add_special_tokens)
@@ -201,8 +201,8 @@ def _texts(app: FastAPI, desk: Desk) -> None:
             hold.end()
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        hold = await desk.hold(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        hold = await desk.hold(request, body.model)
         try:
             engine = hold.loaded.service.engine
             vocab = engine.plan.target.spec.vocab

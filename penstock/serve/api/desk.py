@@ -81,10 +81,10 @@ class Desk:
         self._compiling = CapacityLimiter(1)
         self._post: Post | None = None  # of the event loop, which runs when the first request comes
 
-    async def hold(self, name: str | None) -> Hold:
+    async def hold(self, request: Request, name: str | None) -> Hold:
         """Waits until a model is loaded: the named one, or else the first. Raises HTTPException if there is no such
-        model."""
-        return await self._shelf.hold(self.name_of(name))
+        model, and Gone: for a client that has gone none is loaded."""
+        return await unless_gone(request, self._shelf.hold(self.name_of(name)))
 
     def name_of(self, name: str | None) -> str:
         """A model's name. Raises HTTPException where there is no such model."""
@@ -98,7 +98,7 @@ class Desk:
     async def chat(self, request: Request, asked: AskedChat, raw: str | None = None) -> Response:
         """An answer to a conversation; to the text `raw` instead where one is given. Raises as `chat_of` and
         `answered`, BadRequest where the client wants more room than the context has."""
-        hold = await self.hold(asked.model)
+        hold = await self.hold(request, asked.model)
         try:
             engine = hold.loaded.service.engine
             tokenizer, context = engine.tokenizer, engine.plan.context

@@ -72,7 +72,7 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
     """The vectors of all inputs. A few inputs at a time are computed, beside other requests. Raises BadRequest for
     inputs that are no ids of this model or do not fit the context, and for more numbers than a request may have; Gone;
     and as `Service.submit`."""
-    hold = await desk.hold(asked.model)
+    hold = await desk.hold(request, asked.model)
     try:
         engine = hold.loaded.service.engine
         plan, tokenizer = engine.plan, engine.tokenizer

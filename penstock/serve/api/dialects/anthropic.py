@@ -154,8 +154,8 @@ def routes(app: FastAPI, desk: Desk) -> None:
         return await desk.chat(request, asked)
 
     @app.post(f"{_PATH}/count_tokens")
-    async def count(body: CountRequest) -> dict[str, int]:
-        hold = await desk.hold(body.model)
+    async def count(body: CountRequest, request: Request) -> dict[str, int]:
+        hold = await desk.hold(request, body.model)
         try:
             chat = partial(chat_of, hold.loaded.service.engine.tokenizer, body.conversation(), body.callable())
             return {"input_tokens": len((await to_thread.run_sync(chat, limiter=desk.one)).ids)}

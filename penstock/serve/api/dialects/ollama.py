@@ -132,13 +132,13 @@ class _Routes:
 
     async def chat(self, body: OllamaChat, request: Request) -> Response:
         if not body.messages:
-            return await self._load(body.model, {"message": {"role": "assistant", "content": ""}})
+            return await self._load(request, body.model, {"message": {"role": "assistant", "content": ""}})
         tools = Tools(offered(body.tools)) if body.tools else None
         return await self._desk.chat(request, self._asked(body, body.conversation(), tools))
 
     async def generate(self, body: OllamaGenerate, request: Request) -> Response:
         if not body.prompt and not body.preface:
-            return await self._load(body.model, {"response": ""})
+            return await self._load(request, body.model, {"response": ""})
         system = [{"role": "system", "content": body.preface}] if body.preface else []
         asked = self._asked(body, [*system, {"role": "user", "content": body.prompt}], None)
         return await self._desk.chat(request, asked, raw=body.prompt if body.raw else None)
@@ -147,7 +147,7 @@ class _Routes:
         begin_s = time.perf_counter()
         inputs = [body.input] if isinstance(body.input, str) else body.input
         if not inputs or inputs == [""]:
-            return await self._load(body.model, {"embeddings": []})
+            return await self._load(request, body.model, {"embeddings": []})
         answer = await self._vectors(request, body, inputs, dimensions=body.dimensions or None)
         took = {"total_duration": round((time.perf_counter() - begin_s) * 1e9), "load_duration": 0}
         return _vectors_body(answer, '"embeddings": [', "], ", {**took, "prompt_eval_count": answer.prompt_tokens})
@@ -155,7 +155,7 @@ class _Routes:
     async def embedding(self, body: OllamaEmbedding, request: Request) -> Response:
         """The vector is not brought to length 1 here: Ollama does that on /api/embed alone."""
         if not body.prompt:
-            return await self._load(body.model, {"embedding": []})
+            return await self._load(request, body.model, {"embedding": []})
         answer = await self._vectors(request, body, [body.prompt], normalize=False)
         return _vectors_body(answer, '"embedding": ', ", ", {})
 
@@ -211,9 +211,9 @@ class _Routes:
         asked = AskedVectors(self._ours(body.model), inputs, context=context, cuts=body.truncate, **how)
         return await embedded(self._desk, request, asked)
 
-    async def _load(self, model: str, empty: dict[str, Any]) -> Response:
+    async def _load(self, request: Request, model: str, empty: dict[str, Any]) -> Response:
         """Waits until the model is loaded. `empty`: the field that would hold an answer."""
-        hold = await self._desk.hold(self._ours(model))
+        hold = await self._desk.hold(request, self._ours(model))
         hold.end()
         return JSONResponse({"model": model, "created_at": _now(), **empty, "done": True, "done_reason": "load"})
 
