@@ -75,11 +75,13 @@ def write_packed(
     `fingerprint`: everything that the result depends on, as JSON. A call with the same fingerprint goes on where an
     interrupted one stopped, a call with another one starts over. `spread`: a folder on another disk. Half of the bytes
     go into its subfolder of the same name, and `dst` has links to them. With `waiting` this call waits for another
-    process that writes `dst`. That one's model is the result; where it ends early, this call goes on with its work.
+    process that writes `dst`. That one's model is the result, also where it is whole already; where it ends early, this
+    call goes on with its work.
 
-    Raises BadRequest where `dst` is there, or is being written and there is no `waiting`; StorageFailed.
+    Raises BadRequest where `dst` is there or is being written, and there is no `waiting`; StorageFailed.
     """
-    _refuse_existing(dst)
+    if waiting is None:
+        _refuse_existing(dst)
     if shard_bytes < 1:
         raise BadRequest(f"shards of {shard_bytes} bytes make no sense")
     shards, on_second = manifests.shards(parts, shard_bytes), frozenset[str]()

@@ -11,10 +11,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.errors import BrokenModel
+from penstock.serve import cached
 from penstock.serve.source import resolve
 from penstock.store import copies
 from penstock.store.verify import verify
@@ -102,6 +104,22 @@ def test_of_two_first_runs_the_second_waits_and_uses_what_the_first_made(checkpo
         folder = Path(line(first))
         assert Path(line(second)) == folder  # and it wrote nothing before that
     verify(folder)
+
+
+def test_a_copy_that_is_whole_just_before_it_would_be_packed_is_used(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process renames its copy into place between the look for one and the packing."""
+    cache, true_pack, made = tmp_path / "cache", cached.pack, []
+
+    def late(*arguments: Any, **how: Any) -> Path:
+        monkeypatch.setattr(cached, "pack", true_pack)
+        made.append(resolved(checkpoint, cache)[0])
+        return true_pack(*arguments, **how)
+
+    monkeypatch.setattr(cached, "pack", late)
+    assert resolved(checkpoint, cache)[0] == made[0]
+    assert names(cache) == [made[0].name]
 
 
 def test_where_the_first_of_two_dies_the_second_goes_on_with_its_work(checkpoint: Path, tmp_path: Path) -> None:
