@@ -31,6 +31,8 @@ PAGE = "/page/"  # the files of the page
 # In the scope: a digest of the key that a request came with (not its name: what is kept of one outlives a change of
 # keys), and a function that takes the tokens that it took.
 OWNER, SPEND = "penstock.owner", "penstock.spend"
+# In the scope too, where the server puts it: a function that closes the connection at once. What was not read is lost.
+ABORT = "penstock.abort"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
 _CHECKED = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length")
@@ -99,14 +101,16 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = False
+        begun = unread = False
 
         async def sending(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, unread
             begun = True
             try:
                 await asyncio.wait_for(send(message), self._limits.send_s)
             except TimeoutError:
+                unread = True
+                scope.get(ABORT, lambda: None)()
                 raise ConnectionError("the client does not read its answer") from None
 
         held_bytes, begun_by = 0, None
@@ -127,6 +131,10 @@ class Guard:
         except Refused as refused:
             if not begun:
                 await _answer(sending, scope["path"], refused)
+        except Exception:
+            if not unread:
+                raise
+            await asyncio.sleep(0)  # the server notes that the connection is gone, and so has no fault to log
         finally:
             self._bodies_bytes -= held_bytes
             if begun_by is not None:

@@ -15,10 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import BadRequest
 from penstock.serve.api.app import guarded
-from penstock.serve.api.guard import Access, Limits
+from penstock.serve.api.guard import ABORT, Access, Limits, Receive, Scope, Send
 from penstock.serve.api.shelf import Shelf
 
-_IDLE_S = 20.0  # a connection may be open so long without a whole request
 _HEADER_BYTES = 32 << 10
 # The thread that steps the model comes back from a kernel, and waits so long at most for the one that serves clients.
 # Python's default is 5 ms.
@@ -26,23 +25,44 @@ _TURN_S = 5e-4
 _LONGEST_END_S = 30.0  # what is under way may take so long after SIGTERM
 
 
-class _Impatient(H11Protocol):
-    """Closes connections on which no whole head of a request comes: half a request would be waited for, for ever."""
+class Impatient(H11Protocol):
+    """Closes connections on which no whole head of a request comes: half a request would be waited for, for ever. One
+    that is closed is aborted in a while, for what its client does not read would be kept for ever. The application may
+    abort it at once.
+
+    `idle_s`: a connection may be open so long without a whole request. `unread_s`: a client has so long to read what is
+    left when its connection is closed."""
+
+    idle_s, unread_s = 20.0, 60.0
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self._next: asyncio.TimerHandle | None = None
+        answer: Any = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await answer({**scope, ABORT: self.transport.abort}, receive, send)
+
+        self.app = app
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch(self.cycle)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._next is not None:
+            self._next.cancel()
+
     def _watch(self, before: Any) -> None:
         """Looks again in a while, whether a request has come since."""
-        self.loop.call_later(_IDLE_S, self._look, before)
+        self._next = self.loop.call_later(self.idle_s, self._look, before)
 
     def _look(self, before: Any) -> None:
-        if self.transport.is_closing():
-            return
         idle = self.cycle is None or self.cycle.response_complete
-        if idle and self.cycle is before:
+        if self.transport.is_closing() or (idle and self.cycle is before):
             self.transport.close()
+            self._next = self.loop.call_later(self.unread_s, self.transport.abort)
         else:
             self._watch(self.cycle)
 
@@ -89,7 +109,7 @@ def serve(shelf: Shelf, access: Access, context: int, port: int, ready: Callable
         guarded(shelf, access, Limits.of(context)),
         host=access.host,
         port=port,
-        http=_Impatient,
+        http=Impatient,
         ws="none",
         lifespan="off",
         log_level="error",  # whoever sends nonsense must not fill a log
