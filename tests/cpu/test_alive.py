@@ -1,4 +1,4 @@
-"""Streams: what clients of each dialect hear while a prompt is read for long, and Ollama's of calls."""
+"""Streams: what clients of each dialect hear while a prompt is read for long, and how calls and thoughts come."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from penstock.serve.api.answers import ALIVE_S, Answers, Post
+from penstock.serve.api.dialects.anthropic import MessageForm
 from penstock.serve.api.dialects.ollama import OllamaForm
+from penstock.serve.api.dialects.responses import ResponseForm
 from penstock.serve.api.shape import Shape, head_of
-from penstock.serve.generation import Generation
+from penstock.serve.generation import Generation, Used, used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.told import AnswerPiece, Ended, Tell
 from penstock.serve.tools.reading import Reading
@@ -77,6 +79,10 @@ class Pieces:
     def __init__(self, text: str) -> None:
         self.whole = [Generation(3, 1, 64, text=text, token_ids=[5], finish_reason="stop")]
 
+    @property
+    def used(self) -> Used:
+        return used(3, self.whole, 1)
+
     async def pieces(self) -> AsyncIterator[tuple[int, AnswerPiece | Generation | None]]:
         for at in range(0, len(self.whole[0].text), 7):
             yield 0, AnswerPiece(self.whole[0].text[at : at + 7])
@@ -100,3 +106,33 @@ def test_calls_in_ollamas_stream(writing: Writing) -> None:
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
     calls = [call for line in lines for call in line["message"].get("tool_calls", [])]
     assert calls == [{"function": {"name": "look_up", "arguments": json.loads(arguments)}}]
+
+
+def objects(form: Any, answers: Any) -> list[dict[str, Any]]:
+    """The objects of a stream's events."""
+
+    async def run() -> list[dict[str, Any]]:
+        return [json.loads(event.partition(b"data: ")[2]) async for event in form.events(answers)]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", ["I wonder, and", "", "I know</think>it is.", "I know</think>"])
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_whole_answer_has_the_parts_of_its_stream(text: str, reason: str) -> None:
+    """Also one that ends in the middle of its thoughts: no empty text comes after them."""
+
+    def reading() -> Reading:
+        return Reading(None, True, True)
+
+    answers: Any = Pieces(text)
+    answers.whole[0].finish_reason = reason
+    messages = [MessageForm("tiny", 3, reading()) for _ in range(2)]
+    kinds = [e["content_block"]["type"] for e in objects(messages[0], answers) if e["type"] == "content_block_start"]
+    whole = messages[1].whole(answers.whole, answers.used)
+    assert [block["type"] for block in whole["content"]] == kinds and kinds
+
+    responses = [ResponseForm("tiny", {}, reading(), {}) for _ in range(2)]
+    streamed, whole = objects(responses[0], answers)[-1]["response"], responses[1].whole(answers.whole, answers.used)
+    parts = [[(item["type"], item["status"], item["content"]) for item in each["output"]] for each in (streamed, whole)]
+    assert parts[0] == parts[1] != []

@@ -41,7 +41,7 @@ class MessageForm:
         content: list[dict[str, Any]] = []
         if read.thought:
             content.append({"type": "thinking", "thinking": read.thought, "signature": ""})
-        if read.said or not read.calls:
+        if read.said or not (read.thought or read.calls):
             content.append({"type": "text", "text": read.said})
         for call in read.calls:
             content.append({**_use(call.name), "input": call.arguments_object()})

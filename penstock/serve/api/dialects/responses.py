@@ -164,7 +164,7 @@ class _ResponseEvents:
 def _items(read: Collected, cut: bool, spaces: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
     """All items of an answer, of which the last one is incomplete where the answer was cut."""
     items = [_item("reasoning", read.thought)] if read.thought else []
-    if read.said or not read.calls:
+    if read.said or not (read.thought or read.calls):
         items.append(_item("message", read.said))
     items += [_call_item(call.name, call.arguments, spaces) for call in read.calls]
     for item in items:
