@@ -43,4 +43,4 @@ class AssignedRows:
 
 def _some(batch: Batch, rows: int) -> Batch:
     """A batch that stands for so many rows of another batch. No call asks it for positions or pages."""
-    return Batch(batch.id, (0,), (0,), (rows,), ())
+    return Batch(batch.id, (0,), (0,), (rows,), (), some=True)

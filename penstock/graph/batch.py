@@ -16,6 +16,7 @@ class _BatchFields(NamedTuple):
     parent: tuple[int, ...] = ()
     pages: tuple[tuple[int, ...], ...] = ()
     hidden: bool = False
+    some: bool = False
 
 
 class Batch(_BatchFields):
@@ -23,7 +24,8 @@ class Batch(_BatchFields):
     `logits`: rows (counted over the batch) whose logits are wanted. `parent`: () if each row follows the row before.
     `pages[i]`: the KV pages of sequence `seqs[i]` in the order of its positions, as many as start + rows need; () where
     each sequence has the consecutive pages of its number. `hidden`: of all rows the hidden state behind the final norm
-    is wanted, as the head would have it.
+    is wanted, as the head would have it. `some`: it stands for some rows of the pass's batch with this id, and has no
+    positions, pages or logits of its own.
 
     Its sums are cached, because all layers ask for them: planning 10,000 sequences took minutes when each layer
     counted."""
@@ -40,7 +42,7 @@ class Batch(_BatchFields):
         if self.pages and not self.parent:
             return (self.id, len(self.seqs), self.total_rows, len(self.logits), self.hidden)
         seqs = len(self.seqs) if self.pages else self.seqs
-        return (self.id, seqs, self.rows, self.logits, self.parent, self.hidden)
+        return (self.id, seqs, self.rows, self.logits, self.parent, self.hidden, self.some)
 
     @property
     def form(self) -> tuple[object, ...]:

@@ -96,7 +96,8 @@ class Emitter:
         moving = any(slot.arena.endswith(_MOVING) for slots in (task.reads, task.writes) for slot in slots)
         if moving and task.lanes[0] == CPU:
             return -1
-        batches = {call.batch.id: call.batch for call in task.calls if call.batch is not None}
+        # Calls for some rows of a batch say nothing of its sequences, which decide how attention is computed.
+        batches = {(call.batch.id, call.batch.some): call.batch for call in task.calls if call.batch is not None}
         if any(call.batch is None for call in task.calls):
             return -1
         shapes = tuple([batch.shape for batch in batches.values()])

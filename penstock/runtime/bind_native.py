@@ -141,12 +141,14 @@ class NativeBinding(NativeOps):
             if not self.is_native(call):
                 steps.append(number)
                 continue
-            batches.setdefault(batch.id, number)
+            if not batch.some:
+                batches.setdefault(batch.id, number)
             if not steps or isinstance(steps[-1], int):
                 steps.append(self.new_program())
             program, tables = steps[-1], self._shared_tables(batch.id)
             assert isinstance(program, _native.Program)
-            program.follow(tables.counts_address)
+            # A task that comes again has the same rows of a batch for each executor. The tables count all rows.
+            program.follow(0 if batch.some else tables.counts_address)
             self.record(program, call, tables)
         return _Bound(tuple(steps), batches)
 

@@ -26,13 +26,13 @@ from penstock.runtime.device.emulated import EmulatedDevice
 from penstock.serve.session import Running, Session
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
-from penstock.spec.plan import Plan, Unit
+from penstock.spec.plan import DeviceRows, Plan, Unit
 from penstock.store.packed import Packed, open_packed
 from penstock.store.synth import synth
 from penstock.units import MIB
 from tests.cpu.configs import TINY_CONFIGS
 from tests.cpu.engines import MACHINE
-from tests.cpu.placements import DENSE, FORMATS, KV_FORMATS, NEAR, Logits, Models, run
+from tests.cpu.placements import DENSE, FORMATS, KV_FORMATS, NEAR, Logits, Models, require_near, run
 from tests.plans import device_plans, make_plan, page_orders
 
 ROOMY, FAST = 1 << 30, 1e12
@@ -137,6 +137,26 @@ def test_the_planner_puts_caches_in_ram_beneath_the_devices(tmp_path: Path) -> N
 def test_all_on_the_device_has_the_bits_of_the_host(models: Models, oracle: Logits, name: str) -> None:
     packed = models[name]
     assert np.array_equal(on_device(packed, all_on_device(packed)), oracle[name, "float32"])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_prompt_in_chunks_whose_rows_are_shared(models: Models, oracle: Logits, name: str) -> None:
+    """Chunks come again, and with them tasks of which some have a part of the rows."""
+    packed = models[name]
+    layers = range(len(packed.spec.layers))
+    units = [
+        Unit(p.key, 0, p.granules, *(("host", "host") if p.kind == "ffn" else ("gpu0", "gpu0")), "gpu0")
+        for p in packed.parts.values()
+    ]
+    largest = max(p.nbytes for p in packed.parts.values() if p.kind == "ffn")
+    stage = max(p.granule_bytes for p in packed.parts.values())
+    plan = make_plan(
+        packed.spec, packed.weights, units, ring_bytes={"gpu0": 2 * largest}, stage_bytes=stage, main="gpu0",
+        kv_homes=[("gpu0", "gpu0")] * len(layers), batch_seqs=2, chunk_rows=5,
+        device_rows=tuple(DeviceRows(i, (4,), (3,)) for i in layers),
+    )  # fmt: skip
+    check_plan(plan, packed.spec, packed.weights)
+    require_near(on_device(packed, plan), oracle[name, "float32"], NEAR["float32"])
 
 
 def test_a_missing_edge_is_seen(models: Models) -> None:

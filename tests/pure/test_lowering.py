@@ -9,6 +9,7 @@ import pytest
 
 from penstock.graph import ops, passes
 from penstock.graph.arenas import Layout
+from penstock.graph.batch import Batch
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass, Task
@@ -195,6 +196,30 @@ def test_golden_token_assignment() -> None:
     tasks = lowered(plan, *prompts)
     verify(tasks, plan.arenas)
     check_golden("token_assignment", dump(tasks, plan))
+
+
+def test_tasks_with_some_rows_of_a_batch_are_alike_only_where_their_batches_are() -> None:
+    """A device records a task that comes again: how many sequences attend must not change, though a copy of the CPU's
+    rows follows in the same task."""
+    by_key = {p.key: p for p in parts(WIDE, F32)}
+    units = [
+        Unit(part.key, 0, part.granules, *(("host", "host") if part.kind == "ffn" else ("gpu0", "gpu0")), "gpu0")
+        for part in by_key.values()
+    ]
+    plan = make_plan(
+        WIDE, F32, units, ring_bytes={"gpu0": by_key["0.ffn"].nbytes}, main="gpu0", batch_seqs=2,
+        stage_bytes=max(part.granule_bytes for part in by_key.values()), kv_homes=[("gpu0", "gpu0")],
+        device_rows=(DeviceRows(0, (5,), (2,)),),
+    )  # fmt: skip
+    check_plan(plan, WIDE, F32)
+    one = Batch(0, (0,), (0,), (7,), (), pages=((0,),))
+    two = Batch(0, (0, 1), (7, 0), (3, 4), (), pages=((0,), (1,)))
+    tasks = lowered(plan, *(Pass("prefill", (batch,), None) for batch in (one, two, one, two)))
+    by_id, again = {task.id: task for task in tasks}, [task for task in tasks if task.like >= 0]
+    for task in again:
+        for call, before in zip(task.calls, by_id[task.like].calls, strict=True):
+            assert call.batch is not None and before.batch is not None and call.batch.shape == before.batch.shape
+    assert any(call.op == "attend" for task in again for call in task.calls)
 
 
 @pytest.mark.parametrize("cache", ["host", "gpu0", "both"])
