@@ -66,6 +66,7 @@ class Emitter:
         self._closed: list[Task] = []
         # For lane A: the last adopted task of lane B that A's next task must wait for.
         self._ended: dict[Lane, dict[Lane, int]] = {}
+        self._fresh: dict[Lane, int] = {}  # lane → its latest task, of those closed since tasks were adopted
 
     def alone(self, lanes: tuple[Lane, ...], call: Call) -> None:
         """A task of this one call, on one lane or on two at once."""
@@ -82,6 +83,7 @@ class Emitter:
         task = self._open.pop(lane, None)
         if task is None:
             return
+        self._fresh[lane] = task.id
         calls = task.calls
         nbytes, flops = calls[0].bytes, calls[0].flops
         if len(calls) > 1:
@@ -114,13 +116,16 @@ class Emitter:
             yield from closed
 
     def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
-        """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The next task of each
-        lane will wait for all of these."""
+        """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The first of each lane
+        waits for all tasks before them, and the next task of each lane will wait for all of these."""
         new_id = {task.id: self._next_id + i for i, task in enumerate(tasks)}
         lane_of = {task.id: task.lanes[0] for task in tasks}
         self._next_id += len(tasks)
         adopted: list[tuple[int, tuple[int, ...]]] = []
         last_on: dict[Lane, int] = {}
+        for lane in set(lane_of.values()) if self._fresh else ():
+            self._ended[lane] = {other: task for other, task in self._fresh.items() if other != lane}
+        self._fresh.clear()
         for task in tasks:
             waits = self._ended.pop(task.lanes[0], {})
             waits |= {lane_of[other]: new_id[other] for other in task.after if other in new_id}

@@ -47,6 +47,23 @@ def test_random_plans_beside_a_device_pass_the_verifier(data: st.DataObject) -> 
     assert wanted <= lifts <= wanted + len(steps) * room
 
 
+def test_a_pass_that_comes_again_waits_for_the_pass_before() -> None:
+    """Which may have been a new one: the embedding is gathered in RAM, where the device may still copy the last one."""
+    spec = model(layers=2, d=64, heads=2, kv_heads=2, neurons=192, vocab=128, tied=False)
+    units = [
+        Unit(part.key, 0, part.granules, "host" if part.key == "embed" else "gpu0", "gpu0", "gpu0")
+        for part in parts(spec, F32)
+    ]
+    stage = max(part.granule_bytes for part in parts(spec, F32))
+    plan = make_plan(spec, F32, units, ring_bytes={}, stage_bytes=stage, main="gpu0", kv_homes=[("gpu0", "gpu0")] * 2)
+    check_plan(plan, spec, F32)
+    one, other = (passes.decode(plan, (0,), (at,), passes.DECODE) for at in (8, 9))
+    prompt = list(passes.prefill(plan, 0, 7, passes.DECODE))
+    tasks = lowered(plan, *prompt, one, other, *prompt, *prompt, one)
+    assert sum(task.like >= 0 and task.lanes == ("host",) for task in tasks) == 4
+    verify(tasks, plan.arenas)
+
+
 def test_another_shape_after_passes_that_came_again() -> None:
     """Its tasks wait for each other, not only for the pass before: two sequences after one, a layer on the device."""
     spec = model(layers=2, d=64, heads=2, kv_heads=2, neurons=192, vocab=128)
