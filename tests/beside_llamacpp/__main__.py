@@ -20,29 +20,21 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.spec.ask import Ask
 from penstock.store.pack import pack
-from tests.at_size.__main__ import step
-from tests.at_size.draws import Rows
-from tests.beside_llamacpp.draws import PROMPTS, ROOM, VOCABULARY, Case, draw
+from tests.beside_llamacpp.draws import ROOM, VOCABULARY, Case, draw
 from tests.beside_llamacpp.files import quantise, rewritten, write_floats
 from tests.beside_llamacpp.peer import Peer
 from tests.cpu.commands import MACHINE
 from tests.numbered import flags, numbers
+from tests.steps import PROMPTS, STEPS, answers, distance, prompts
 
-STEPS = 3  # tokens after each prompt, each a pass of its own
 EXACT = 2e-4  # root mean square of what differs, over that of the logits
 OF_GELU = 2e-3  # llama.cpp takes gelu from a table of float16
 ROUNDED = 3.0
-
-Array = NDArray[Any]
 
 
 def differences(case: Case, folder: Path) -> tuple[list[str], dict[str, float]]:
@@ -52,7 +44,7 @@ def differences(case: Case, folder: Path) -> tuple[list[str], dict[str, float]]:
     quantise(floats, file, case.mix, case.pure, case.overrides)
     floats.unlink()
     quantise(file, wide, "all_f32", pure=True)
-    ids = [np.random.default_rng(length).integers(0, VOCABULARY, length + STEPS) for length in PROMPTS]
+    ids = prompts(VOCABULARY, PROMPTS)
     with closing(Peer(wide)) as peer:
         expected = [peer.answers(each, STEPS) for each in ids]
     wide.unlink()
@@ -78,25 +70,6 @@ def differences(case: Case, folder: Path) -> tuple[list[str], dict[str, float]]:
                             f"{name}: {off:.2g} off after {len(each) - STEPS} + {at} tokens ({of_peer:.2g} there)"
                         )
     return found, largest
-
-
-def answers(engine: Engine, ids: Array) -> Array:
-    """Logits of the last row of a prompt and of each step behind it, float32 [1 + STEPS, V]."""
-    table = ids.astype(np.int32)[None]
-    length = len(ids) - STEPS
-    rows, most = [], engine.plan.chunk_rows
-    for lo in range(0, length, most):
-        logits = step(engine, [Rows(0, lo, min(most, length - lo))], table)
-    rows.append(logits[0].copy())
-    for at in range(length, len(ids)):
-        rows.append(step(engine, [Rows(0, at, 1)], table)[0].copy())
-    return np.stack(rows)
-
-
-def distance(one: Array, other: Array) -> float:
-    """NaN counts as infinitely far."""
-    off = float(np.sqrt(np.mean((one - other) ** 2)) / np.std(other))
-    return off if np.isfinite(off) else np.inf
 
 
 def main() -> int:

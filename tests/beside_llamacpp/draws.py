@@ -10,7 +10,6 @@ from typing import Any
 VOCABULARY = 1280
 ROOM = 512  # tokens of a context, here and there: longrope takes its long factors by it
 MOST_NUMBERS = 200 << 20  # of a case: its file in float32 takes four times as many bytes
-PROMPTS = (1, 7, 33, 130, 300)
 MIXES = (
     "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m", "q5_0", "q5_1", "q5_k_s", "q5_k_m",
     "q6_k", "q8_0", "iq4_nl", "iq4_xs", "f16", "bf16", "all_f32",
@@ -63,7 +62,8 @@ SHAPES = (
 @dataclass(frozen=True)
 class Case:
     """`keys`: metadata behind the architecture's prefix. `rope`: a table of divisors or none. `biases`: which blocks
-    have one. `overrides`: formats of single kinds of tensors. `files`: how many the model is split into."""
+    have one. `overrides`: formats of single kinds of tensors. `files`: how many the model is split into. `fused`: q, k
+    and v stand in one tensor."""
 
     number: int
     shape: Shape
@@ -78,11 +78,13 @@ class Case:
     alignment: int
     shuffled: bool
     files: int
+    fused: bool = False
 
     def __str__(self) -> str:
         marks = [f"rope {self.rope}" if self.rope else "", "tied" if self.tied else "", "pure" if self.pure else ""]
         marks += [f"{part} in {kind}" for part, kind in self.overrides]
         marks += [f"biases of {', '.join(self.biases)}" if self.biases else "", f"{self.files} files"]
+        marks += ["q, k and v in one"] if self.fused else []
         own = {key: value for key, value in self.keys.items() if key in _TOLD}
         told = ", ".join(mark for mark in marks if mark)
         return f"case {self.number}: {self.shape.name}, {self.layers} layers in {self.mix}, {told}, {own}"
@@ -102,6 +104,9 @@ def draw(number: int) -> Case:
     while layers > 1 and _numbers(shape, layers) > MOST_NUMBERS:
         layers -= 1
     keys, rope = _keys(shape, layers, rng)
+    later = random.Random(f"{number} later")  # so that older draws stay as they were
+    if keys.get("rope.scaling.type") == "yarn" and shape.architecture != "gpt-oss" and later.random() < 0.3:
+        keys["rope.scaling.attn_factor"] = 1.3
     mix = "mxfp4_moe" if shape.architecture == "gpt-oss" and rng.random() < 0.7 else rng.choice(MIXES)
     overrides = rng.sample(OVERRIDDEN, 2) if rng.random() < 0.3 else []
     return Case(
@@ -113,6 +118,7 @@ def draw(number: int) -> Case:
         alignment=rng.choice((32, 32, 64, 4096)),
         shuffled=rng.random() < 0.3,
         files=rng.choice((1, 1, 1, 2, 3)),
+        fused=shape.architecture != "phi3" and later.random() < 0.25,
     )  # fmt: skip
 
 

@@ -112,6 +112,9 @@ def _tensors(case: Case) -> dict[str, Any]:
         for part in case.biases:
             weight = layer[f"{part}.weight"]
             layer[f"{part}.bias"] = rng.normal(0, 0.3, weight.shape[:-1]).astype(np.float32)
+        if case.fused:
+            for kind in ("weight", "bias") if "attn_q.bias" in layer else ("weight",):
+                layer[f"attn_qkv.{kind}"] = np.concatenate([layer.pop(f"attn_{which}.{kind}") for which in "qkv"])
         if shape.architecture == "gpt-oss":
             layer["attn_sinks.weight"] = rng.normal(0, 2, shape.heads).astype(np.float32)
         found |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}

@@ -30,13 +30,13 @@ def save(variant: Variant, folder: Path) -> None:
     torch.manual_seed(int.from_bytes(variant.name.encode()) % 2**63)
     config = AutoConfig.for_model(variant.model_type, **variant.keys)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    _randomise(model, embedding_spread=0.6 if variant.model_type.startswith("gemma") else 2.0)
+    randomise(model, embedding_spread=0.6 if variant.model_type.startswith("gemma") else 2.0)
     model.save_pretrained(folder)
     words = {str(token): token for token in range(variant.vocab)}
     Tokenizer(WordLevel(words, unk_token="0")).save(str(folder / "tokenizer.json"))
 
 
-def _randomise(model: torch.nn.Module, embedding_spread: float) -> None:
+def randomise(model: torch.nn.Module, embedding_spread: float) -> None:
     """Weights that make every term count: scores and logits with a spread of about 2, no zero bias, no unit norm.
 
     gemma multiplies its tied embedding by sqrt(d): with the same spread all it would say is its last token.

@@ -20,6 +20,7 @@ KEYS = {
     "block_count": 2, "context_length": 4096, "embedding_length": 256, "feed_forward_length": 512,
     "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
 }  # fmt: skip
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 PLAIN = Case(
     3, NARROW, 2, KEYS, "", (), tied=False, mix="q4_k_m", pure=False, overrides=(), alignment=32,
     shuffled=False, files=1,
@@ -29,6 +30,10 @@ CASES = {
     "biases of q, k and v alone": replace(PLAIN, biases=("attn_q", "attn_k", "attn_v"), mix="q8_0"),
     "divisors behind a factor": replace(PLAIN, rope="divisors", keys=KEYS | {"rope.scaling.factor": 4.0}),
     "a factor of 0": replace(PLAIN, keys=KEYS | {"rope.scaling.factor": 0.0}, tied=True, mix="iq4_xs"),
+    "q, k and v in one tensor": replace(PLAIN, fused=True, biases=("attn_q", "attn_k", "attn_v", "attn_output")),
+    "a bias of o alone": replace(PLAIN, biases=("attn_output",), mix="q8_0"),
+    "yarn with a factor on cos and sin": replace(PLAIN, keys=KEYS | YARN | {"rope.scaling.attn_factor": 1.3}),
+    "yarn without a factor": replace(PLAIN, keys=KEYS | {"rope.scaling.type": "yarn"}, mix="q6_k"),
 }
 
 

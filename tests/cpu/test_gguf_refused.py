@@ -57,9 +57,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[PenstockError], str]] = {
     "values of another length": ({"llama.attention.value_length": 8}, UnsupportedModel, "differs from the keys' 20"),
     "a part of each head": ({"llama.rope.dimension_count": 10}, UnsupportedModel, "10 is a part of each head of 20"),
     "another rope": ({"llama.rope.scaling.type": "su"}, UnsupportedModel, "'su' is not one of none, linear, yarn"),
+    "longrope without tables": (
+        {"llama.rope.scaling.type": "longrope"}, UnsupportedModel, "is longrope, and the file has no rope_factors_long",
+    ),
     "yarn beside a table": ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "'yarn' beside a table"),
     "a factor on cos and sin": (
-        {"llama.rope.scaling.attn_factor": 1.3}, UnsupportedModel, "is not supported but for longrope",
+        {"llama.rope.scaling.attn_factor": 1.3}, UnsupportedModel, "is not supported but for longrope and yarn",
     ),
     "a rope of NaN": ({"llama.rope.freq_base": float("nan")}, BrokenModel, "should be a finite number"),
     "scaled logits": ({"llama.logit_scale": 0.5}, UnsupportedModel, "llama.logit_scale 0.5 is not supported"),
@@ -141,6 +144,36 @@ def test_a_factor_stretches_a_table_too(tmp_path: Path) -> None:
     file = rewritten(converted(tmp_path), tmp_path / "changed.gguf", factor, table)
     scaling = read_gguf_config(open_gguf(file))["rope_scaling"]
     assert scaling["short_factor"] == scaling["long_factor"] == [4.0 * i for i in range(1, 11)]
+
+
+def test_yarn_may_have_no_factor_and_one_on_cos_and_sin(tmp_path: Path) -> None:
+    """llama.cpp takes 1 for the one, and multiplies yarn's own by the other."""
+    file, yarn = converted(tmp_path), {"llama.rope.scaling.type": "yarn"}
+    bare = read_gguf_config(open_gguf(rewritten(file, tmp_path / "bare.gguf", yarn)))
+    assert bare["rope_scaling"] == {"rope_type": "yarn", "factor": 1.0}
+    more = yarn | {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.attn_factor": 1.5}
+    scaling = read_gguf_config(open_gguf(rewritten(file, tmp_path / "more.gguf", more)))["rope_scaling"]
+    assert scaling["factor"] == 4.0 and scaling["attention_factor"] == pytest.approx(1.5 * (1 + 0.1 * np.log(4)))
+
+
+@pytest.mark.parametrize("variant", ["llama-mqa-biases", "qwen2", "qwen3-biases"])
+def test_q_k_and_v_may_stand_in_one_tensor(tmp_path: Path, variant: str) -> None:
+    """llama.cpp's converter writes them so on request. The packed bytes are those of three tensors."""
+    file = converted(tmp_path, variant)
+    held, content = open_gguf(file).tensors, file.read_bytes()
+
+    def numbers(name: str) -> np.ndarray[Any, Any]:
+        tensor = held[name]
+        return np.frombuffer(content, np.float32, int(np.prod(tensor.shape)), tensor.offset).reshape(tensor.shape)
+
+    changed: dict[str, Any] = {}
+    for name in [name for name in held if ".attn_q." in name]:
+        three = [name.replace("attn_q", f"attn_{which}") for which in "qkv"]
+        changed[name.replace("attn_q", "attn_qkv")] = np.concatenate([numbers(each) for each in three])
+        changed |= dict.fromkeys(three)
+    other = rewritten(file, tmp_path / "other.gguf", {}, changed)
+    packed = [open_packed(pack(each, tmp_path / each.stem)).sums for each in (file, other)]
+    assert packed[0] == packed[1]
 
 
 def test_a_llama_may_have_biases_of_q_k_and_v_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.errors import BrokenModel, UnsupportedModel
 from penstock.models.gguf.ollama import in_usual_words
 from penstock.models.hf.config import MAX_LAYERS, MAX_WIDTH, Config, short
+from penstock.models.hf.rope import mscale
 
 # Keys that change what a model computes, and which llama.cpp heeds in none of the architectures below. A file that has
 # one was made for something else.
@@ -42,6 +43,14 @@ class _File:
 
     def whole(self, key: str, default: int | None = None) -> int:
         return self.keys.whole(key, default)
+
+    def has_bias(self, *names: str) -> bool:
+        """Whether one of these tensors has a bias in layer 0."""
+        return any(f"blk.0.{name}.bias" in self.shapes for name in names)
+
+    def attention_bias(self) -> bool:
+        """Whether q, k and v have biases, be they in one tensor or apart."""
+        return self.has_bias("attn_q", "attn_qkv")
 
 
 def config_from_gguf(
@@ -117,8 +126,9 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     if (divisors is not None or long is not None) and kind not in beside_divisors:
         raise keys.unsupported("rope.scaling.type", f"{short(kind)} beside a table of divisors is not supported")
     attn_key = "rope.scaling.attn_factor"
-    if (divisors is not None or long is None) and keys.has(attn_key) and keys.real(attn_key) != 1.0:
-        raise keys.unsupported(attn_key, f"{short(keys.data[attn_key])} is not supported but for longrope")
+    has_tables = divisors is None and long is not None
+    if not has_tables and kind != "yarn" and keys.has(attn_key) and keys.real(attn_key) != 1.0:
+        raise keys.unsupported(attn_key, f"{short(keys.data[attn_key])} is not supported but for longrope and yarn")
     if divisors is not None:
         stretch = factor if kind == "linear" else 1.0
         both = [divisor * stretch for divisor in divisors]
@@ -126,16 +136,24 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
         return {**rope, "rope_scaling": {"rope_type": "longrope", **same}}
     if long is not None and brief is not None:
         scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": brief, "long_factor": long}
-        if keys.has("rope.scaling.attn_factor"):
-            scaling["attention_factor"] = keys.real("rope.scaling.attn_factor")
+        if keys.has(attn_key):
+            scaling["attention_factor"] = keys.real(attn_key)
         return {**rope, "rope_scaling": scaling, **_original(file)}
+    if kind == "longrope":
+        raise keys.unsupported("rope.scaling.type", "is longrope, and the file has no rope_factors_long.weight")
     if kind == "none":
         return rope
     if kind == "linear":
         return {**rope, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind != "yarn":
         raise keys.unsupported("rope.scaling.type", f"{short(kind)} is not one of none, linear, yarn")
-    scaling = {"rope_type": "yarn", "factor": keys.real(factor_key), **_original(file)}
+    return {**rope, "rope_scaling": _yarn(file, factor)}
+
+
+def _yarn(file: _File, factor: float) -> dict[str, Any]:
+    """A rope_scaling. `attn_factor` multiplies what cos and sin are multiplied with anyway."""
+    keys = file.keys
+    scaling = {"rope_type": "yarn", "factor": factor, **_original(file)}
     for name in ("beta_fast", "beta_slow"):
         if keys.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = keys.real(f"rope.scaling.yarn_{name}")
@@ -146,7 +164,9 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     ):
         if keys.has(key) and keys.real(key, lo=0.0) != (0.0 if key.endswith("multiplier") else 1.0):
             raise keys.unsupported(key, f"{short(keys.data[key])} is not supported")
-    return {**rope, "rope_scaling": scaling}
+    if keys.has("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = keys.real("rope.scaling.attn_factor") * mscale(factor, 1.0)
+    return scaling
 
 
 def _original(file: _File) -> dict[str, Any]:
@@ -164,11 +184,12 @@ def _llama(file: _File) -> dict[str, Any]:
             num_local_experts=file.whole("expert_count"),
             num_experts_per_tok=file.whole("expert_used_count"),
         )
-    biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes, "mlp_bias": "blk.0.ffn_up.bias" in file.shapes}
-    if biases == {"attention_bias": True, "mlp_bias": False} and "blk.0.attn_output.bias" not in file.shapes:
-        # Qwen's first models as llamas: biases of q, k and v alone, which no config of a llama says.
-        return _qwen2(file)
-    return _common(file, "llama", intermediate_size=file.whole("feed_forward_length"), **biases)
+    biases = {"attention_bias": file.attention_bias(), "mlp_bias": file.has_bias("ffn_up")}
+    model_type, of_output = "llama", file.has_bias("attn_output")
+    if of_output != biases["attention_bias"]:
+        # As Qwen's first models have, where they are published as llamas. No config of a llama says so.
+        model_type, biases = "seed_oss", {**biases, "attention_out_bias": of_output}
+    return _common(file, model_type, intermediate_size=file.whole("feed_forward_length"), **biases)
 
 
 def _qwen2(file: _File) -> dict[str, Any]:
@@ -176,7 +197,7 @@ def _qwen2(file: _File) -> dict[str, Any]:
 
 
 def _qwen3(file: _File) -> dict[str, Any]:
-    biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes}
+    biases = {"attention_bias": file.attention_bias()}
     return _common(file, "qwen3", intermediate_size=file.whole("feed_forward_length"), **biases)
 
 
@@ -184,7 +205,7 @@ def _qwen3_moe(file: _File) -> dict[str, Any]:
     return _common(
         file,
         "qwen3_moe",
-        attention_bias="blk.0.attn_q.bias" in file.shapes,
+        attention_bias=file.attention_bias(),
         moe_intermediate_size=file.whole("expert_feed_forward_length"),
         num_experts=file.whole("expert_count"),
         num_experts_per_tok=file.whole("expert_used_count"),
@@ -216,7 +237,7 @@ def _gemma3(file: _File) -> dict[str, Any]:
     cap = keys.real("final_logit_softcapping") if keys.data.get("final_logit_softcapping") else None
     return {
         **config,
-        "attention_bias": "blk.0.attn_q.bias" in file.shapes,
+        "attention_bias": file.attention_bias(),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width,
         "final_logit_softcapping": cap,
@@ -230,7 +251,7 @@ def _gpt_oss(file: _File) -> dict[str, Any]:
     config = _common(
         file,
         "gpt_oss",
-        attention_bias="blk.0.attn_q.bias" in file.shapes or "blk.0.attn_qkv.bias" in file.shapes,
+        attention_bias=file.attention_bias(),
         intermediate_size=file.whole("expert_feed_forward_length", file.keys.data.get("feed_forward_length")),
         num_local_experts=file.whole("expert_count"),
         num_experts_per_tok=file.whole("expert_used_count"),
@@ -243,7 +264,7 @@ def _gpt_oss(file: _File) -> dict[str, Any]:
 
 def _smollm3(file: _File) -> dict[str, Any]:
     """Which layers have no rope no file says: every fourth."""
-    biases = {"attention_bias": "blk.0.attn_q.bias" in file.shapes, "mlp_bias": "blk.0.ffn_up.bias" in file.shapes}
+    biases = {"attention_bias": file.attention_bias(), "mlp_bias": file.has_bias("ffn_up")}
     return _common(
         file, "smollm3", intermediate_size=file.whole("feed_forward_length"), no_rope_layer_interval=4, **biases
     )

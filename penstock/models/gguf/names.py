@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from penstock.models.gguf.ollama import GPT_OSS, has_qkv, is_fused
+from penstock.models.gguf.ollama import GPT_OSS, is_fused
 from penstock.models.gguf.ollama import names as ollama_names
 from penstock.models.hf.names import EXPERT, TensorSource, sources_of
 from penstock.spec.model import ModelSpec
@@ -46,13 +46,14 @@ def gguf_sources(spec: ModelSpec, architecture: str, tensors: Container[str]) ->
     is_gpt_oss = architecture in ("gpt-oss", GPT_OSS)
     in_turns = is_gpt_oss and is_fused(tensors)
     if architecture == "phi3":
-        layer |= {**dict.fromkeys("qkv", "attn_qkv.weight"), "gate": "ffn_up.weight"}
-        offsets = {"k": q_rows, "v": q_rows + kv_rows, "up": ffn.neurons}
+        layer |= {"gate": "ffn_up.weight"}
+        offsets |= {"up": ffn.neurons}
+    if "blk.0.attn_qkv.weight" in tensors:  # llama.cpp's converter writes it of any architecture (--fuse-qkv)
+        layer |= {block: "attn_qkv.weight" for block in "qkv"} | {f"{block}_bias": "attn_qkv.bias" for block in "qkv"}
+        rows = {"k": q_rows, "v": q_rows + kv_rows}
+        offsets |= rows | {f"{block}_bias": row for block, row in rows.items()}
     if is_gpt_oss:
         layer |= {"ffn_in": "post_attention_norm.weight"} | ollama_names(tensors)
-        if has_qkv(tensors):
-            rows = {"k": q_rows, "v": q_rows + kv_rows}
-            offsets |= rows | {f"{block}_bias": row for block, row in rows.items()}
         if in_turns:
             offsets |= {"experts.up": 1, "experts.up_bias": 1}
     if spec.is_routed and "blk.0.ffn_gate.0.weight" in tensors:

@@ -55,11 +55,6 @@ def is_fused(tensors: Container[str]) -> bool:
     return "blk.0.ffn_gate_up_exps.weight" in tensors
 
 
-def has_qkv(tensors: Container[str]) -> bool:
-    """Whether a gpt-oss file has q, k and v in one tensor."""
-    return "blk.0.attn_qkv.weight" in tensors
-
-
 def names(tensors: Container[str]) -> dict[str, str]:
     """Block → its tensor behind "blk.N.", of those that Ollama calls otherwise than llama.cpp in gpt-oss' files."""
     found: dict[str, str] = {}
@@ -69,8 +64,6 @@ def names(tensors: Container[str]) -> dict[str, str]:
         found["sinks"] = "attn_sinks"
     if "blk.0.ffn_norm.weight" in tensors:
         found["ffn_in"] = "ffn_norm.weight"
-    if has_qkv(tensors):
-        found |= {block: "attn_qkv.weight" for block in "qkv"} | {f"{block}_bias": "attn_qkv.bias" for block in "qkv"}
     if is_fused(tensors):
         for block in ("gate", "up"):
             found[f"experts.{block}"] = "ffn_gate_up_exps.weight"

@@ -125,9 +125,10 @@ def _yarn_attention(scaling: Config, factor: float) -> float:
     if scaling.has("attention_factor"):
         return scaling.real("attention_factor", lo=0.0)
     if scaling.data.get("mscale") and scaling.data.get("mscale_all_dim"):
-        return _mscale(factor, scaling.real("mscale")) / _mscale(factor, scaling.real("mscale_all_dim"))
-    return _mscale(factor, 1.0)
+        return mscale(factor, scaling.real("mscale")) / mscale(factor, scaling.real("mscale_all_dim"))
+    return mscale(factor, 1.0)
 
 
-def _mscale(factor: float, scale: float) -> float:
+def mscale(factor: float, scale: float) -> float:
+    """yarn's factor on cos and sin for positions that are stretched by `factor`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
