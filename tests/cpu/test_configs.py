@@ -79,6 +79,8 @@ ROPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 500000.0}),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}, "rope_theta": 500000.0}),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("mistral", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}}),
     ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 64}}),
     ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
     (

@@ -62,7 +62,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": ""}, "is not one of falcon, gemma2"),
     ({"model_type": "x" * 10_000}, "is not one of falcon, gemma2"),
     ({"hidden_act": "mish"}, "hidden_act 'mish' is not one of silu"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type 'dynamic' is not one of default, linear"),
+    ({"rope_scaling": {"type": "proportional"}}, "rope_scaling.type 'proportional' is not one of default, linear"),
     ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not one of float32"),
     ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
 ]  # fmt: skip

@@ -34,6 +34,8 @@ def test_what_is_read() -> None:
     assert read(**compressed([INT4], ignore=["lm_head", "re:.*mlp.gate$", "re:(a+)+b"])) == Quantization(
         "packed", "uint4_g128", 4, 128, symmetric=True, skipped=("lm_head.", "mlp.gate."), head=True
     )
+    for without in ({}, {"config_groups": {}}, None):
+        assert read(**compressed([INT4], transform_config=without)) == read(**compressed([INT4]))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (compressed([INT4 | {"type": "float"}]), "type"),
     (compressed([INT4 | {"strategy": "tensor_group"}]), "strategy"),
     (compressed([INT4], sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+    (compressed([INT4], transform_config={"config_groups": {"v": {"type": "hadamard"}}}), "transform_config"),
 ]
 
 

@@ -131,6 +131,8 @@ def _compressed(keys: Config) -> Quantization:
         raise keys.unsupported("format", f"{short(form)} is not one of {', '.join(layouts)}")
     if keys.has("sparsity_config") and keys.inner("sparsity_config").text("format", "dense") != "dense":
         raise keys.unsupported("sparsity_config", "says that weights are sparse, which is not read")
+    if keys.has("transform_config") and any(keys.inner("transform_config").data.values()):
+        raise keys.unsupported("transform_config", "says that activations are turned by a matrix, which is not run")
     groups = keys.inner("config_groups")
     if not 1 <= len(groups.data) <= 16:
         raise keys.unsupported("config_groups", f"has {len(groups.data)} groups")

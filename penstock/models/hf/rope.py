@@ -23,7 +23,7 @@ class RopeRules:
     each head that is rotated; `original`, the context length before scaling (0: its whole length); `theta`, the base
     frequency."""
 
-    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     aliases: dict[str, str] = field(default_factory=dict)
     partial: bool = False
     share: float = 1.0
@@ -48,6 +48,10 @@ def rope_of(config: Config, rules: RopeRules, head_dim: int, max_positions: int,
     theta = (scaling if "rope_theta" in scaling.data else config).real("rope_theta", rules.theta, lo=1.001)
     dims = _dims(scaling if "partial_rotary_factor" in scaling.data else config, rules, head_dim)
     if kind == "default":
+        return Rope(theta, dims)
+    if kind == "dynamic":
+        # It stretches nothing before a sequence is longer than `max_positions`, and none here ever is.
+        scaling.real("factor")
         return Rope(theta, dims)
     if kind == "linear":
         return Rope(theta, dims, kind, (("factor", scaling.real("factor")),))
