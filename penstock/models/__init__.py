@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.models.hf.config import Config, short
 from penstock.models.hf.experts import count_key
-from penstock.models.hf.names import TensorSource
+from penstock.models.hf.names import TensorSource, short_name
 from penstock.models.hf.quantization import KEY, MXFP4, quantization_of
 from penstock.models.hf.refused import REFUSED
 from penstock.spec.format import Format
@@ -121,8 +121,8 @@ def own_weights(config: dict[str, Any], spec: ModelSpec, where: str) -> Format:
 
 
 def switches(config: dict[str, Any], where: str) -> dict[str, str]:
-    """Explains tensors that a model does not use because of a flag in its config.json. Returns tensor name (without a
-    leading "model.") → the flag as config.json has it: {"layers.0.self_attn.q_proj.bias": "says attention_bias false"}.
+    """Explains tensors that a model does not use because of a flag in its config.json. Returns the tensor's
+    `short_name` → the flag as config.json has it: {"layers.0.self_attn.q_proj.bias": "says attention_bias false"}.
     These are the tensors that the model would use with another value of the flag."""
     said: dict[str, str] = {}
     for key in _SWITCHES:
@@ -133,7 +133,7 @@ def switches(config: dict[str, Any], where: str) -> dict[str, str]:
             except (BrokenModel, UnsupportedModel):
                 continue
             for source in sources(spec).values():  # no flag decides how many experts there are
-                said.setdefault(source.tensor.removeprefix("model."), says)
+                said.setdefault(short_name(source.tensor), says)
     return said
 
 

@@ -11,7 +11,7 @@ from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec, Routed, Router
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
-COUNT_KEYS = ("n_routed_experts",)
+COUNT_KEYS = ("n_routed_experts", "num_local_experts")
 
 _BIAS = {"router.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"}
 _SHARED = "shared_experts"

@@ -30,7 +30,7 @@ from penstock.spec.model import SWIGLU_LIMIT, ModelSpec, Routed, Router
 from penstock.spec.parts import MIXED, parts
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, head_dim=64, eps=1e-5)
-COUNT_KEYS = ("num_local_experts",)
+COUNT_KEYS = ("num_local_experts", "num_experts")
 QUANT_METHODS = (MXFP4,)
 
 # Of a config that has no rope.

@@ -10,7 +10,7 @@ from penstock.models.hf.rope import RopeRules
 from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=131072, kv_heads=8, eps=1e-5)
-COUNT_KEYS = ("num_local_experts",)
+COUNT_KEYS = ("num_local_experts", "num_experts")
 
 _MOE = "model.layers.{}.block_sparse_moe."
 _NAMES = {

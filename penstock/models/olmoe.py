@@ -8,7 +8,7 @@ from penstock.models.hf.experts import apart, softmax_routed, stacked
 from penstock.spec.model import ModelSpec
 
 DEFAULTS = Defaults(max_positions=4096, eps=1e-5)
-COUNT_KEYS = ("num_experts",)
+COUNT_KEYS = ("num_experts", "num_local_experts")
 
 sources, stacked_sources = apart, stacked
 

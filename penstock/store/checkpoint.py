@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from penstock import _native
 from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
+from penstock.models.hf.names import spellings
 from penstock.models.hf.quantization import CODES, KEY, quantization_of
 from penstock.spec.blocks import BLOCKS
 from penstock.spec.parts import PAGE_BYTES
@@ -133,13 +134,12 @@ class Checkpoint:
         return np.arange(tensor.shape[-1]) if order is None else order
 
     def find(self, name: str) -> TensorInfo:
-        """The tensor of this name, also where the file's name for it lacks or adds a leading "model.". Raises
-        BrokenModel where there is none; UnsupportedModel where codes stand for it that config.json says nothing of."""
-        spellings = (name, name.removeprefix("model."), "model." + name)
-        for candidate in spellings:
+        """The tensor of this name, or of one of its other `spellings`. Raises BrokenModel where there is none;
+        UnsupportedModel where codes stand for it that config.json says nothing of."""
+        for candidate in spellings(name):
             if candidate in self.tensors:
                 return self.tensors[candidate]
-        for codes in (f"{each.removesuffix('weight')}{last}" for each in spellings for last in CODES):
+        for codes in (f"{each.removesuffix('weight')}{last}" for each in spellings(name) for last in CODES):
             if name.endswith(".weight") and codes in self.tensors and not self.pieces:
                 raise UnsupportedModel(
                     f"{self.folder} has {quoted(codes)}, which is quantised, but no {KEY} in {CONFIG} that says how"
@@ -148,7 +148,7 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether `find` finds it."""
-        return any(spelling in self.tensors for spelling in (name, name.removeprefix("model."), "model." + name))
+        return any(spelling in self.tensors for spelling in spellings(name))
 
     def weights(self, name: str) -> TensorInfo:
         """As `find`. Raises UnsupportedModel where the elements are of a format that is not read: in folders all but

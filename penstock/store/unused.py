@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.errors import BrokenModel
 from penstock.models import says_experts, sources, switches
-from penstock.models.hf.names import EXPERT
+from penstock.models.hf.names import EXPERT, short_name
 from penstock.spec.format import FLOAT32
 from penstock.spec.model import ModelSpec
 from penstock.spec.part_keys import head_key
@@ -61,17 +61,17 @@ def check_unused(checkpoint: Checkpoint, config: dict[str, Any], spec: ModelSpec
     if spec.tied:
         head = sources(replace(spec, tied=False))["head", "rows"].tensor
         embedding = checkpoint.find(blocks[head_key(spec), "rows"].tensor)
-        for name in (head, _short(head)):
+        for name in (head, short_name(head)):
             if name in unused and _equal(checkpoint, embedding, unused[name]):
                 del unused[name]
     if not unused:
         return
-    flags, weights, layers = switches(config, str(checkpoint.folder)), {_short(name) for name in used}, _layers(spec)
-    stems = _stems(spec)
+    flags, weights = switches(config, str(checkpoint.folder)), {short_name(name) for name in used}
+    layers, stems = _layers(spec), _stems(spec)
     ahead = config.get("num_nextn_predict_layers")  # layers behind the last one, which guess tokens ahead (GLM)
     guessing = ahead if isinstance(ahead, int) and not isinstance(ahead, bool) else 0
     for name, tensor in unused.items():
-        named, short = f"{tensor.file}: tensor {quoted(name)}", _short(name)
+        named, short = f"{tensor.file}: tensor {quoted(name)}", short_name(name)
         layer, count = _layer(short, layers), len(spec.layers)
         if layer is not None and count <= layer < count + guessing:
             continue  # such a layer is only warned of
@@ -93,15 +93,10 @@ def _layers(spec: ModelSpec) -> set[str]:
     """The prefixes of names of tensors inside layers, up to the layer's number: {"layers"}, in most models."""
     number = {part.key: part.layer for part in parts(spec, FLOAT32)}
     return {
-        _short(source.tensor).partition(f".{number[key]}.")[0]
+        short_name(source.tensor).partition(f".{number[key]}.")[0]
         for (key, _), source in sources(spec).items()
         if number[key] >= 0
     }
-
-
-def _short(name: str) -> str:
-    """A name without its leading "model.", since `Checkpoint.find` takes names with and without it."""
-    return name.removeprefix("model.")
 
 
 def _layer(short: str, layers: Iterable[str]) -> int | None:
@@ -113,7 +108,7 @@ def _stems(spec: ModelSpec) -> dict[int, str]:
     """For each layer with experts the prefix of the names of their tensors, up to the expert's number."""
     number = {part.key: part.layer for part in parts(spec, FLOAT32)}
     names = ((number[key], source.tensor) for (key, _), source in sources(spec).items())
-    return {layer: _short(name).partition(EXPERT)[0] for layer, name in names if EXPERT in name}
+    return {layer: short_name(name).partition(EXPERT)[0] for layer, name in names if EXPERT in name}
 
 
 def _number(short: str, prefix: str) -> int | None:

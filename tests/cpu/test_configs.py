@@ -63,6 +63,11 @@ NULLS = [
     ("qwen3_moe", {"mlp_only_layers": None, "use_sliding_window": True}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}),
     ("olmoe", {"num_key_value_heads": None, "clip_qkv": None}),
+    # Other names of one key.
+    ("olmoe", {"num_local_experts": 16}),
+    ("mixtral", {"num_experts": 4}),
+    ("gpt_oss", {"num_experts": 16}),
+    ("glm4_moe", {"num_local_experts": 16, "head_dim": 128}),
 ]
 
 

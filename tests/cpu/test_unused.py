@@ -306,3 +306,19 @@ def test_any_names(names: dict[str, None], tmp_path_factory: pytest.TempPathFact
             pack(folder / "src", folder / "dst")
     except BrokenModel as error:
         assert "\n" not in error.message
+
+
+def test_a_text_model_beside_pictures_has_two_kinds_of_names(tmp_path: Path) -> None:
+    """`language_model.model.`, and as transformers has it in memory and some save it, `model.language_model.`."""
+    config = {**CONFIGS["gemma3"], "tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    other = {name.replace("language_model.model.", "model.language_model."): each for name, each in tensors.items()}
+    assert tensors.keys().isdisjoint(other)
+    sums = []
+    for which, held in (("usual", tensors), ("other", other)):
+        save_checkpoint(tmp_path / which, config, held)
+        sums.append(open_packed(pack(tmp_path / which, tmp_path / f"{which} packed")).sums)
+    assert sums[0] == sums[1]
+    save_checkpoint(tmp_path / "deeper", deep(config, 1), other)
+    with pytest.raises(BrokenModel, match=r"is of layer 1, counted from 0; config\.json says num_hidden"):
+        pack(tmp_path / "deeper", tmp_path / "fewer")

@@ -61,6 +61,18 @@ class TensorSource(NamedTuple):
         return [self.of_expert(e) for e in range(experts)] if EXPERT in self.tensor else [self.tensor]
 
 
+def short_name(name: str) -> str:
+    """A tensor's name without what one checkpoint has and another leaves out: "model." in front, and behind
+    "language_model." too, the text model of one that sees pictures."""
+    return name.removeprefix("model.").replace("language_model.model.", "language_model.", 1)
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The names that checkpoints may have for a tensor, `name` first."""
+    short = short_name(name)
+    return (name, short, "model." + short, name.removeprefix("model."), "model." + name)
+
+
 def sources_of(
     spec: ModelSpec, layer: Mapping[str, str], ends: Mapping[str, str], offsets: Mapping[str, int] | None = None,
     stacked: bool = False, strides: Mapping[str, int] | None = None,
