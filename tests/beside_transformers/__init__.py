@@ -1,0 +1,1 @@
+"""Folders of models as wide as real ones: the logits here beside those of transformers."""
