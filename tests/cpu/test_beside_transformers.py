@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from penstock.models import model_types
+from penstock.models import model_types, spec_from_config
 from tests.beside_transformers import __main__ as beside
+from tests.beside_transformers import keys
 from tests.beside_transformers.draws import VOCABULARY, Case, draw
 from tests.beside_transformers.shapes import NAMES, config_of
+from tests.cpu.variants import VARIANTS
 
 WIDTHS = {
     "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -65,3 +67,13 @@ def test_cases_have_every_type_that_runs() -> None:
     assert {case.config["model_type"] for case in cases} == set(model_types()) - {"gemma3"}
     for case in cases:
         assert case.config["hidden_size"] == config_of(case.shape)["hidden_size"]
+
+
+def test_a_key_that_is_passed_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(config: dict[str, Any], where: str) -> Any:
+        return spec_from_config({key: each for key, each in config.items() if key != "hidden_act"}, where)
+
+    assert VARIANTS[0].model_type == "llama"
+    monkeypatch.setattr(keys, "spec_from_config", forgetful)
+    told = list(keys.passed_over(VARIANTS[0]))
+    assert told and all(each.startswith("hidden_act 'silu' → ") for each in told)
