@@ -15,7 +15,7 @@ from penstock.serve.pages import IdsOf, Pages, Table
 from penstock.serve.session import Session
 from penstock.store.packed import read_config
 from tests.at_size import __main__ as at_size
-from tests.at_size import served
+from tests.at_size import beside_device, served
 from tests.at_size.draws import CONTEXT, Case, draw, narrowed, schedule
 
 
@@ -66,6 +66,23 @@ def test_a_lost_page_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_copy_that_did_not_happen_is_told(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvPages, "copy", lambda *_: None)
     assert served.differences(replace(small, number=53), tmp_path)
+
+
+@pytest.mark.parametrize("number", [94, 182])
+def test_plans_beside_a_device_are_the_same_however_they_run(number: int, tmp_path: Path) -> None:
+    assert not beside_device.differences(narrowed(draw(number)), tmp_path)
+
+
+def test_a_row_that_differs_beside_a_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Session.step
+
+    def wrong(session: Session, p: object, tokens: list[np.ndarray]) -> list[np.ndarray]:
+        logits = step(session, p, tokens)  # type: ignore[arg-type]
+        return [each * np.float32(1 + 1e-3 * session._how.serial) for each in logits]
+
+    monkeypatch.setattr(Session, "step", wrong)
+    (told,) = beside_device.differences(narrowed(draw(94)), tmp_path)
+    assert "one task after the other" in told
 
 
 def test_cases_are_models(tmp_path: Path) -> None:
