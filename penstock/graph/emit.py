@@ -116,8 +116,8 @@ class Emitter:
             yield from closed
 
     def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
-        """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The first of each lane
-        waits for all tasks before them, and the next task of each lane will wait for all of these."""
+        """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The first of each
+        lane waits for all tasks before them, and the next task of each lane will wait for all of these."""
         new_id = {task.id: self._next_id + i for i, task in enumerate(tasks)}
         lane_of = {task.id: task.lanes[0] for task in tasks}
         self._next_id += len(tasks)
