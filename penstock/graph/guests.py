@@ -6,8 +6,9 @@ layer's K or V pool. A pass says up to which page its pools are used (`Pass.page
 that is loaded there once, in place of the ring, and the passes that follow do not load it. When sequences need its
 pages, it streams through the ring again: nothing has to be written back.
 
-Guests lie one beside the other from the end of a pool on, the smallest unit at the very end. So guests leave one after
-the other when sequences grow page by page, if requests are given the first pages first (`serve.pages`).
+Guests lie one beside the other from the end of a pool on, a layer's last unit at the very end of its first pool. So
+guests leave one after the other when sequences grow page by page, if requests are given the first pages first
+(`serve.pages`).
 """
 
 from __future__ import annotations
@@ -54,14 +55,12 @@ def is_guest(plan: Plan, unit: Unit) -> bool:
 
 
 def guests(plan: Plan, pools: Iterable[Pool]) -> dict[int, Guest]:
-    """The number of a unit → its room, for as many units of each layer as its pools have room for. No guest lies in the
-    first page of a pool, or no request could ever begin."""
+    """The number of a unit → its room, for as many of each layer's last units as its pools have room for. No guest lies
+    in the first page of a pool, or no request could ever begin."""
     by_layer: dict[int, list[int]] = {}
     for u, unit in enumerate(plan.units):
         if is_guest(plan, unit):
             by_layer.setdefault(plan.parts[unit.part].layer, []).append(u)
-    for units in by_layer.values():  # the smallest is the last of the list, which is asked first
-        units.sort(key=lambda u: plan.unit_bytes(plan.units[u]), reverse=True)
     rooms: dict[int, Guest] = {}
     for pool in pools:
         rooms |= dict(_fill(plan, pool, by_layer.get(pool.layer, [])))

@@ -9,14 +9,17 @@ from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
 from penstock.planner.solve.fill import Run, units
 from penstock.spec.ask import Ask
-from penstock.spec.parts import Part
+from penstock.spec.parts import PAGE_BYTES, Part
 from penstock.spec.plan import UNIT_BYTES, Plan, Unit
-from penstock.units import MIB
+from penstock.units import MIB, round_up
 
 # Guests of a pool, if granules are small enough. With more of them the room that sequences leave is used better. With
 # fewer, loads are larger and prompts have fewer calls, of which each begins anew: 1.5 ms with 512 rows. Guests of 2 MB
-# took 7 % of a prompt of an 8B model. So there are two where four would have less than 4 MiB each.
+# took 7 % of a prompt of an 8B model. So several sequences have two where four would have less than 4 MiB each.
 _MOST_IN_A_POOL, _LEAST_IN_A_POOL, _LEAST_BYTES = 4, 2, 4 * MIB
+# A single sequence grows from the beginning of a pool. Guests there are an eighth of the room, for most conversations are
+# short, and the one at the end is half of it. With four alike a quarter would leave after the first page.
+_SMALLEST_SHARE = 8
 # Of what streams. Fewer bytes are not worth the tasks of smaller units.
 _LEAST_SHARE = 0.05
 
@@ -32,10 +35,11 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
+    alone = plan.batch_seqs * plan.batches_per_pass == 1
     recut: list[Unit] = []
     for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
         part, alike = plan.parts[key], list(group)
-        recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
+        recut += _cut(plan, part, alike, pools[part.layer], reached, alone) if may_stay else alike
     housing = with_arenas(replace(plan, units=tuple(recut), guests=True))
     before, after = still_streamed(plan, ask), still_streamed(housing, ask)
     return housing if after < (1 - _LEAST_SHARE) * before else plan
@@ -55,24 +59,28 @@ def _reached(plan: Plan, ask: Ask) -> int:
     return -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if alone else 1
 
 
-def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int) -> list[Unit]:
-    """A part's units on the disk anew: the last ones are of the size of a guest. `reached`: so many of a pool's first
-    pages have no guests."""
+def _cut(
+    plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int, alone: bool
+) -> list[Unit]:  # fmt: skip
+    """A part's units on the disk anew: the last ones are of the sizes of guests, from the end of the first pool on.
+    `reached`: so many of a pool's first pages have no guests. `alone`: a single sequence has all pages."""
     lo, hi, (unit, *_) = streaming[0].lo, streaming[-1].hi, streaming
     step, most = part.sum_granules, max(map(plan.unit_bytes, streaming))
-    if step * part.granule_bytes > most:  # the ring has no room for more
+    least = step * part.granule_bytes
+    if least > most:  # the ring has no room for more
         return streaming
     runs: list[Run] = []
     for pool in pools:
-        room = pool.slot.nbytes - reached * pool.page_bytes
-        wanted = max(room // _MOST_IN_A_POOL, min(room // _LEAST_IN_A_POOL, _LEAST_BYTES))
-        nbytes = max(min(wanted, most), step * part.granule_bytes)
-        granules = nbytes // part.granule_bytes // step * step
-        for _ in range(room // (granules * part.granule_bytes)):
+        room = left = pool.slot.nbytes - reached * pool.page_bytes
+        alike = max(room // _MOST_IN_A_POOL, min(room // _LEAST_IN_A_POOL, _LEAST_BYTES))
+        while left >= least:
+            wanted = min(max(left // 2, room // _SMALLEST_SHARE) if alone else alike, most, left)
+            granules = max(step, wanted // part.granule_bytes // step * step)
             begin = (hi - granules) // step * step
             if begin < lo:
                 break
             runs.append((begin, hi, unit.home, unit.decode, unit.prefill, part.nbytes))
+            left -= round_up((hi - begin) * part.granule_bytes, PAGE_BYTES)
             hi = begin
     loads = max(most, part.least_bytes)
     runs.append((lo, hi, unit.home, unit.decode, unit.prefill, min(loads, UNIT_BYTES)))
