@@ -17,8 +17,8 @@ from penstock.units import MIB, round_up
 # fewer, loads are larger and prompts have fewer calls, of which each begins anew: 1.5 ms with 512 rows. Guests of 2 MB
 # took 7 % of a prompt of an 8B model. So several sequences have two where four would have less than 4 MiB each.
 _MOST_IN_A_POOL, _LEAST_IN_A_POOL, _LEAST_BYTES = 4, 2, 4 * MIB
-# A single sequence grows from the beginning of a pool. Guests there are an eighth of the room, for most conversations are
-# short, and the one at the end is half of it. With four alike a quarter would leave after the first page.
+# A single sequence grows from the beginning of a pool. Guests there are an eighth of the room, for most conversations
+# are short, and the one at the end is half of it. With four alike a quarter would leave after the first page.
 _SMALLEST_SHARE = 8
 # Of what streams. Fewer bytes are not worth the tasks of smaller units.
 _LEAST_SHARE = 0.05
