@@ -3,7 +3,8 @@
 Models are as wide as real ones (`draws`). Weights stream, KV pages are few, some on a disk, and requests come and go
 between passes. So pages are shared, copied, given away, stored, brought back after a restart, or found damaged. Each
 answer must be what an engine of its own gives to that request alone: its tokens, text, log probabilities and embedding,
-to the bit. In the end every page and sequence is free, and no thread and no file is left.
+to the bit. Where reads of weights or of KV fail now and then, a request may get one StorageFailed in its place. In the
+end every page and sequence is free, and no thread and no file is left.
 
     --cases N | --minutes M    how much (2 minutes)
     --first N                  begin with this case
@@ -15,6 +16,7 @@ The last line is one JSON object; the exit code is 1 if anything differs.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -27,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, StorageFailed
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import may_have_guests
 from penstock.serve.engine import Engine
@@ -49,6 +51,7 @@ from tests.cpu.commands import MACHINE
 
 MOST_BYTES = 400 << 20  # of a case's weights, so that a case takes seconds
 _WAIT_S = 600.0
+_FAULTS: tuple[dict[str, int], ...] = ({"error": errno.EIO}, {"most_bytes": 0}, {"most_bytes": 100})
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Setting:
     damages: bool  # some stored pages are damaged before the second round
     guided: bool
     sparsity: str
+    faults: float  # of passes, after which a read fails
 
 
 def setting(rng: random.Random, case: Case) -> Setting:
@@ -83,6 +87,8 @@ def setting(rng: random.Random, case: Case) -> Setting:
         damages=stores and rng.random() < 0.3,
         guided=rng.random() < 0.3,
         sparsity=rng.choice(("off", "exact", "exact")) if relu else "auto",
+        # Drawn apart, so that all else is drawn as before there were faults.
+        faults=random.Random(f"faults of {case.number}").choice((0.0, 0.0, 0.05, 0.3)),
     )
 
 
@@ -143,7 +149,7 @@ def _compared(case: Case, how: Setting, rng: random.Random, packed: Path, folder
             known += [(one.owner, _all_ids(one, what)) for one, what in zip(each, told, strict=True)]
             for one, what in zip(each, told, strict=True):
                 others = [each for each in known if each[1] is not one.ids]
-                found += [f"round {nth}: {line}" for line in _judged(alone, one, what, others)]
+                found += [f"round {nth}: {line}" for line in _judged(alone, one, what, others, how.faults > 0)]
         return found
 
 
@@ -176,8 +182,9 @@ def _damage(rng: random.Random, folder: Path) -> None:
 class _Round:
     """Requests that come and go as passes end."""
 
-    def __init__(self, asked: Sequence[Request]) -> None:
-        self.asked, self.passes = asked, 0
+    def __init__(self, asked: Sequence[Request], engine: Engine, faults: float) -> None:
+        self.asked, self.passes, self._engine = asked, 0, engine
+        self._faults, self._rng = faults, random.Random(len(asked))
         self.told: queue.SimpleQueue[Told] = queue.SimpleQueue()
         self.heard: list[list[Told]] = [[] for _ in asked]
         self.numbers: dict[int, int] = {}
@@ -188,6 +195,12 @@ class _Round:
 
     def on_pass(self, _: Step) -> None:
         self.passes += 1
+        if self._rng.random() < self._faults:
+            session = self._engine.session
+            readers = list(session.reader._readers.values())
+            readers += [session.kv_file._reader] if session.kv_file is not None else []
+            how = self._rng.choice(_FAULTS)
+            self._rng.choice(readers).inject(self._rng.randint(1, 60), **how, forever=False)
         for i, came in list(self.came.items()):
             at = self.asked[i].leaves_at_pass
             if at is not None and self.passes - came == at:
@@ -242,7 +255,7 @@ def _round(
         page_bytes = engine.session.kv_pages.page_bytes
         key = store_key(engine.plan, engine.packed.sums, case.exact)
         store = KvStore(kept, key, page_bytes, how.stored_pages * (page_bytes + 32))
-    this = _Round(asked)
+    this = _Round(asked, engine, how.faults)
     service = Service(
         engine, prompt_rows=how.prompt_rows, queue=1000, store=store, swaps=how.swaps, on_pass=this.on_pass
     )
@@ -269,9 +282,10 @@ def _all_ids(one: Request, told: Sequence[Told]) -> tuple[int, ...]:
 
 
 def _judged(
-    alone: Engine, one: Request, told: Sequence[Told], known: Sequence[tuple[str, tuple[int, ...]]]
+    alone: Engine, one: Request, told: Sequence[Told], known: Sequence[tuple[str, tuple[int, ...]]], faults: bool
 ) -> Iterator[str]:
-    """What is wrong about what a request was told. `known`: (owner, ids) of all requests so far and of this round."""
+    """What is wrong about what a request was told. `known`: (owner, ids) of all requests so far and of this round.
+    `faults`: whether reads may have failed."""
     last, about = told[-1], f"prompt of {len(one.ids)}, {one.params}"
     if not all(isinstance(each, AnswerPiece) for each in told[:-1]):
         yield f"{about}: told after its end: {[type(each).__name__ for each in told]}"
@@ -286,6 +300,11 @@ def _judged(
         text = "".join(each.text for each in told[:-1] if isinstance(each, AnswerPiece))
         if not right.text.startswith(text):
             yield f"{about}: {text!r} before it was cancelled, {right.text!r} alone"
+        return
+    if faults and isinstance(last, Failed) and isinstance(last.error, StorageFailed):
+        text = "".join(each.text for each in told[:-1] if isinstance(each, AnswerPiece))
+        if not right.text.startswith(text):
+            yield f"{about}: {text!r} before a read failed, {right.text!r} alone"
         return
     if not isinstance(last, Ended):
         yield f"{about}: {last}"

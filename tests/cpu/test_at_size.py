@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.errors import StorageFailed
 from penstock.runtime.kv_pages import KvPages
+from penstock.serve.engine import Engine
 from penstock.serve.pages import IdsOf, Pages, Table
 from penstock.serve.session import Session
+from penstock.serve.told import Failed, Told
 from penstock.store.packed import read_config
 from tests.at_size import __main__ as at_size
 from tests.at_size import beside_device, served
 from tests.at_size.draws import CONTEXT, Case, draw, narrowed, schedule
+from tests.at_size.requests import Request
 
 
 @pytest.fixture
@@ -83,6 +89,22 @@ def test_a_row_that_differs_beside_a_device_is_told(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Session, "step", wrong)
     (told,) = beside_device.differences(narrowed(draw(94)), tmp_path)
     assert "one task after the other" in told
+
+
+def test_reads_that_fail_are_told_as_such(small: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws, failed, judged = served.setting, list[Failed](), served._judged
+
+    def failing(rng: random.Random, case: Case) -> served.Setting:
+        return replace(draws(rng, case), faults=0.3)
+
+    def counting(alone: Engine, one: Request, told: Sequence[Told], *more: Any) -> Iterator[str]:
+        failed.extend(each for each in told if isinstance(each, Failed))
+        yield from judged(alone, one, told, *more)
+
+    monkeypatch.setattr(served, "setting", failing)
+    monkeypatch.setattr(served, "_judged", counting)
+    assert not served.differences(replace(small, number=53, share=0.1), tmp_path)
+    assert any(isinstance(each.error, StorageFailed) for each in failed)
 
 
 def test_cases_are_models(tmp_path: Path) -> None:
