@@ -94,7 +94,8 @@ class Confined:
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
         self._opening, self._patience_s = opening, patience_s
         self._module, self._arguments, self._naming = module, arguments, naming
-        self._owner, self._lock = os.getpid(), threading.Lock()
+        # Garbage collection may close this in the middle of a request, in the thread that makes the request.
+        self._owner, self._lock = os.getpid(), threading.RLock()
         self._spare = spare
         self._child: Child | None = None
         self._peak_bytes = 0
@@ -163,10 +164,10 @@ class Confined:
             self._drop()  # and the memory that it holds by now
         raise _refused(answer, limits, child.reads or limits.file)
 
-    def _mine(self) -> threading.Lock:
+    def _mine(self) -> AbstractContextManager[Any]:
         # After a fork the child belongs to the other process, and a thread of that one may hold the lock.
         if self._owner != os.getpid():
-            self._owner, self._lock = os.getpid(), threading.Lock()
+            self._owner, self._lock = os.getpid(), threading.RLock()
             self._spare = self._child = None
         return self._lock
 

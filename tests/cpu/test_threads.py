@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from penstock import LLM
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.confined import Child
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.turns import Turns
@@ -131,6 +132,23 @@ def test_closing_while_another_thread_computes(folder: Path) -> None:
             engine.close()
             error = answer.exception(LONG_S)  # none where it had just ended
             assert error is None or (isinstance(error, BadRequest) and "closed" in error.message)
+
+
+def test_a_tokenizer_is_closed_in_the_middle_of_a_request_of_the_same_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As garbage collection may do it, whose thread could not wait for itself."""
+    tokenizer, exchange = engine.tokenizer, Child.exchange
+
+    def collected(this: Child, request: list[Any]) -> tuple[dict[str, Any], float]:
+        monkeypatch.setattr(Child, "exchange", exchange)
+        tokenizer.close()
+        return exchange(this, request)
+
+    monkeypatch.setattr(Child, "exchange", collected)
+    with pytest.raises((BrokenModel, OSError)):
+        in_another_thread(lambda: tokenizer.encode("hello"))
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"  # another request starts another process
 
 
 def test_a_turn_ends_with_an_error_inside(engine: Engine, expected: list[list[int]]) -> None:
