@@ -134,7 +134,9 @@ def parse_json(content: bytes, file: Path) -> dict[str, Any]:
 
 def no_json(error: Exception) -> str:
     """Why a text is no JSON, by the ValueError or RecursionError that its parser raised."""
-    return "it nests too deep" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+    if isinstance(error, RecursionError):
+        return "it nests too deep"
+    return str(error).splitlines()[0].partition("; use sys.")[0]  # what a program may do about long integers
 
 
 def read_json_if_there(file: Path) -> dict[str, Any]:

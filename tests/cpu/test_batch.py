@@ -141,6 +141,8 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
         "[" * 100_000,
         json.dumps(good).replace("a king", "\\ud800"),
         {"custom_id": "b", "body": {}},
+        {**good, "custom_id": "e", "body": [1]},
+        json.dumps(good).replace(": 3", f": {'1' * 5000}"),
         {**good, "custom_id": "c", "url": "/v1/images/generations"},
         {**good, "custom_id": "d", "method": "GET"},
         request(5, prompt="a", max_tokens=-1),
@@ -175,10 +177,15 @@ def test_bad_lines_have_an_error_line_each(call: Call, tmp_path: Path) -> None:
     }
     codes.pop("deep", None)  # how deep messages may nest is Python's to say
     assert codes == {
-        None: "invalid_line", "b": "invalid_line", "c": "invalid_url", "d": "invalid_url", "r5": "invalid_request",
-        "r6": "invalid_request", "r7": "model_not_found", "r8": "context_length_exceeded", "r9": "invalid_request",
+        None: "invalid_line", "b": "invalid_line", "c": "invalid_url", "d": "invalid_url", "e": "invalid_line",
+        "r5": "invalid_request", "r6": "invalid_request", "r7": "model_not_found", "r8": "context_length_exceeded",
+        "r9": "invalid_request",
         "r10": "invalid_request", "r11": "invalid_request", "r15": "invalid_request",
     }  # fmt: skip
+    said = [answer["error"]["message"] for answer in done if answer["error"]]
+    for message in ("the line is no JSON object", "url: Field required", "body: Input should be a valid dictionary"):
+        assert message in said
+    assert any(message.endswith("value has 5000 digits") for message in said)
     assert len(done) == len(asked) - 1 == found.report["lines"] and found.report["failed"] == len(done) - len(fine)
     again = call(tmp_path / "in", tmp_path / "out")
     assert again.report["resumed"] == len(done) and again.report["prompts"] == 0 and answers(tmp_path / "out") == done

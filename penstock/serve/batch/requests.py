@@ -71,13 +71,17 @@ def read(line: bytes, names: Sequence[str], tokenizer: Tokenizer) -> LineRequest
     """The request of a line. `names`: by which the model may be called. Raises NoRequest."""
     try:
         value = loads_json(line.decode())
+        if not isinstance(value, dict):
+            raise NoRequest("invalid_line", "the line is no JSON object")
         parsed = _Line.model_validate(value)
     except UnicodeDecodeError:
         raise NoRequest("invalid_line", "the line is not UTF-8 text") from None
     except ValidationError as error:
-        custom_id = value.get("custom_id") if isinstance(value, dict) else None
+        custom_id = value.get("custom_id")
         custom_id = custom_id[:_MOST_NAME] if isinstance(custom_id, str) else None
-        raise NoRequest("invalid_line", what_is_wrong(error.errors())[0], custom_id) from None
+        message, field = what_is_wrong(error.errors())
+        message = message if field else f"body: {message}"  # the one field that goes without its name there
+        raise NoRequest("invalid_line", message, custom_id) from None
     except (ValueError, RecursionError) as error:
         raise NoRequest("invalid_line", f"the line is not JSON: {no_json(error)}") from None
     custom_id = parsed.custom_id[:_MOST_NAME]
