@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Core
 
 from penstock.errors import BrokenModel
 from penstock.serve import template
+from penstock.serve.added_tokens import settle
 from penstock.serve.text_files import (
     MAX_SETTINGS_BYTES,
     MAX_TOKENIZER_BYTES,
@@ -52,9 +53,13 @@ class Vocabulary:
         self._writing = writing_of(self._templates[name] for name in sorted(self._templates, reverse=True))
         own = folder / TEMPLATE
         self._template_file = own if own.is_file() else folder / TOKENIZER_CONFIG
-        self._variables = {**_special_tokens(special_map), **_special_tokens(config)}
-        # Tokens that tokenizer_config.json names are special, even where tokenizer.json forgot to say so.
-        core.add_special_tokens([t for t in self._variables.values() if core.token_to_id(t) is not None])
+        inner = config.get("extra_special_tokens")
+        self._variables = {
+            **_special_tokens(special_map),
+            **_special_tokens(inner if isinstance(inner, dict) else {}),
+            **_special_tokens(config),
+        }
+        settle(core, config, special_map, self._variables.values())
         self._special = {i for i, token in core.get_added_tokens_decoder().items() if token.special}
         self._bos = self._id_of("bos_token", model_config)
         self._eos_ids = self._find_eos(model_config)

@@ -138,8 +138,8 @@ def test_stream_never_shows_half_a_character(kind, text):
     pieces = [push(stream, i) for i in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join([*pieces, stream.finish()]) == tokenizer.decode(ids)
-    if kind == "byte-level":
-        assert tokenizer.decode(ids) == text
+    if kind == "byte-level":  # the text may have special tokens
+        assert tokenizer.decode(tokenizer.encode(text, False), skip_special=False) == text
 
 
 def test_stream_is_prompt():
