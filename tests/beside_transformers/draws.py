@@ -90,10 +90,13 @@ def numbers(config: dict[str, Any], layers: int) -> int:
 
 
 def _quantised(config: dict[str, Any], rng: random.Random) -> str:
-    if config["model_type"] == "gpt_oss":
+    kind = config["model_type"]
+    if kind == "gpt_oss":
         return "mxfp4" if rng.random() < 0.5 else ""
-    fits = config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "smollm3", "qwen3_moe")
-    return rng.choice(QUANTISED) if fits and numbers(config, 1) <= MOST_QUANTISED and rng.random() < 0.5 else ""
+    if kind in ("opt", "falcon") or numbers(config, 1) > MOST_QUANTISED or rng.random() < 0.5:
+        return ""
+    runs_ordered = kind != "olmo2" and not any(key in config for key in EXPERTS)
+    return rng.choice([method for method in QUANTISED if runs_ordered or method != "gptq-act-order"])
 
 
 def _none(rng: random.Random) -> dict[str, Any]:
