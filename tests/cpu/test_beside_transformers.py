@@ -69,6 +69,7 @@ def test_cases_have_every_type_that_runs() -> None:
         assert case.config["hidden_size"] == config_of(case.shape)["hidden_size"]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_key_that_is_passed_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(config: dict[str, Any], where: str) -> Any:
         return spec_from_config({key: each for key, each in config.items() if key != "hidden_act"}, where)
