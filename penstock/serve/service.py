@@ -257,13 +257,14 @@ class Service:
             self._changed.wait_for(lambda: self._thread is None)
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Cancels the requests that are left, and does not wait. `then` is called when the last pass has ended, by the
-        service's thread if that lives. Garbage collection may call this, in the middle of a pass of that thread too."""
+        """Cancels the requests that are left, and does not wait. `then` is called after the last pass, by the service's
+        thread if it lives. Garbage collection may call this, in the middle of a pass of that thread too."""
         self.abandon()
         with self._changed:
-            lives, self._at_end = self._thread is not None, then
-        if not lives:
-            then()
+            if self._thread is not None:
+                self._at_end = then
+                return
+        then()
 
     # -- the service's own thread ---------------------------------------------------------------------
 
