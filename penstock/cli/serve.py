@@ -178,6 +178,7 @@ def _load(
     from penstock.planner.pass_times import PassTimes
     from penstock.planner.swap import swap
     from penstock.serve.api.shelf import Loaded
+    from penstock.serve.failures import Failures
     from penstock.serve.guides import guide_bytes, has_guides
     from penstock.serve.service import Service
 
@@ -191,7 +192,7 @@ def _load(
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)
         how: dict[str, Any] = {"prompt_rows": tempo.prompt_rows, "mixed": tempo.mixed, "follows": True}
-        how |= {"queue": serving.queue, "times": times}
+        how |= {"queue": serving.queue, "times": times, "failures": Failures(lambda why: note(f"{name}: {why}"))}
         reasons: tuple[str, ...] = ()
         if kept is not None:
             how["store"] = kept.store(engine, machine.exact)

@@ -158,6 +158,11 @@ class Engine:
         return unpacked is not None and not unpacked.no_copy
 
     @property
+    def packs_again(self) -> bool:
+        """Whether a copy that a pass finds damaged is packed again when the model is next loaded."""
+        return self._source is not None and self._source.packs_again
+
+    @property
     def packed_folder(self) -> Path:
         """The folder of the packed model; before a copy of a checkpoint is written, that of its small files."""
         written_to = None if self._source is None else self._source.written_to

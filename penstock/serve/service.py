@@ -23,6 +23,7 @@ from penstock.planner.pass_times import PassTimes
 from penstock.serve.answering import checked_ids
 from penstock.serve.counts import Counts, Tally
 from penstock.serve.engine import Engine
+from penstock.serve.failures import Failures
 from penstock.serve.foretold import Newcomer, newcomer
 from penstock.serve.generation import Generation
 from penstock.serve.keeper import Keeper
@@ -48,7 +49,7 @@ class Service:
     from them. `swaps`: pages are also kept there before they are given to another request. `times`: of the plan's
     passes, if they were asked before. `follows`: what passes take corrects the rows of prompts (`MeasuredPace`).
     `threaded`: without it `generate` takes the passes in its caller's thread, and nobody else may ask. `on_pass`: is
-    called with each pass after its tokens were handed out."""
+    called with each pass after its tokens were handed out. `failures`: notes errors of passes."""
 
     def __init__(
         self,
@@ -63,8 +64,10 @@ class Service:
         follows: bool = False,
         threaded: bool = True,
         on_pass: Callable[[Step], None] | None = None,
+        failures: Failures | None = None,
     ) -> None:
         self.engine, self._threaded, self._on_pass = engine, threaded, on_pass
+        self.failures = failures or Failures()
         self._open, self._keeper = OpenRequests(engine.tokenizer), Keeper(engine.session, store)
         swaps = swaps and store is not None
         self._scheduler = Scheduler(
@@ -309,6 +312,7 @@ class Service:
 
     def _fail_all(self, error: Exception) -> None:
         """Ends all requests that are here with an error."""
+        self.failures.note(error, self.engine.packs_again)
         with self._changed:
             self._scheduler.forget()
             self._scheduler.end(list(self._open))
@@ -357,6 +361,7 @@ class Service:
             tokens = [np.concatenate([self._open.ids(r) for r in rows]) for rows in step.rows]
             logits_of_batches = session.step(step.taken, tokens)
         except Exception as error:  # whatever it is, nobody may wait for ever
+            self.failures.note(error, self.engine.packs_again)
             ended = {r.request: failure(error) for rows in step.rows for r in rows}
             with self._changed:
                 self._scheduler.forget()
@@ -389,11 +394,9 @@ class Service:
 
     def _note(self, step: Step) -> None:
         """Notes how long a pass took, from the end of the pass before. So the time to tell clients and to choose the
-        next pass is a part of it. Passes are not noted if pages moved, or if hidden states or logits of more than the
-        last row were wanted: such time belongs to no prompt and no answer."""
-        rows, now_s = [r for rows in step.rows for r in rows], time.perf_counter()
-        if not step.moves and not any(r.hidden or r.logits > 1 for r in rows):
-            kind = sum(not r.reads for r in rows), sum(r.tokens for r in rows if r.reads)
+        next pass is a part of it."""
+        now_s = time.perf_counter()
+        if (kind := step.kind) is not None:
             self._times.note(*kind, now_s - self._free_s)
             if self._pace is not None and self._pace.note(*kind, now_s - self._free_s):
                 with self._changed:

@@ -88,12 +88,17 @@ class Source:
     def mark_damaged(self, error: DamagedModel) -> DamagedModel:
         """Notes that a pass has met `error`, so that a copy in the cache is packed again when it is next wanted.
         Returns the error to raise."""
-        if self.cached is None or self.lock is None:
+        if not self.packs_again or self.lock is None:
             return error
         why = copies.what_is_wrong(error)
         if self.lock.is_at(self.folder):
             copies.mark_damaged(self.folder, why)
-        return DamagedModel(f"{why}; the next start packs it again", **error.numbers)
+        return DamagedModel(f"{why}; it is packed again when it is next loaded", **error.numbers)
+
+    @property
+    def packs_again(self) -> bool:
+        """Whether `folder` is a copy in the cache, which is packed again where it is damaged."""
+        return self.cached is not None and self.lock is not None
 
     def spec(self, verify: bool = True) -> ModelSpec:
         """The model's. `verify`: as for `describe`, which it raises as."""

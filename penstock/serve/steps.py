@@ -40,6 +40,15 @@ class Step(NamedTuple):
     rows: tuple[tuple[Rows, ...], ...]
     moves: tuple[Move, ...] = ()
 
+    @property
+    def kind(self) -> tuple[int, int] | None:
+        """(answers, rows of prompts). None where pages move, or hidden states or logits of more than the last row are
+        wanted: the time of such a pass belongs to no prompt and no answer."""
+        every = [r for rows in self.rows for r in rows]
+        if self.moves or any(r.hidden or r.logits > 1 for r in every):
+            return None
+        return sum(not r.reads for r in every), sum(r.tokens for r in every if r.reads)
+
 
 @dataclass
 class Request:

@@ -12,8 +12,10 @@ import pytest
 
 from penstock.errors import BadRequest, BrokenModel, DamagedModel
 from penstock.serve.engine import Engine
+from penstock.serve.failures import Failures
 from penstock.serve.llm import LLM
 from penstock.serve.loading import Loading
+from penstock.serve.service import Service
 from penstock.serve.source import resolve
 from penstock.spec.ask import Ask
 from penstock.store import copies
@@ -155,12 +157,30 @@ def test_damage_that_a_streamed_pass_finds_is_an_error_and_healed_at_the_next_st
     source = held(checkpoint, tmp_path / "cache")
     plan = streaming(open_packed(folder))
     engine = Engine.open(source, Ask(), Loading(machine=MACHINE, plan=plan))
-    with closing(engine), pytest.raises(DamagedModel, match=r"granule 2 of .* fit; the next start packs it") as caught:
+    with closing(engine), pytest.raises(DamagedModel, match=r"granule 2 of .* fit; it is packed again") as caught:
         engine.generate_ids([1, 2, 3], GREEDY)
     assert caught.value.numbers["granule"] == 2
     again, ears = resolved(checkpoint, tmp_path / "cache")
     assert again == folder and "granule 2 of part 1.ffn" in ears.news[0] and ears.work == {"packing"}
     verify(folder)
+
+
+def test_a_service_tells_once_that_its_model_must_be_loaded_again(checkpoint: Path, tmp_path: Path) -> None:
+    folder, _ = resolved(checkpoint, tmp_path / "cache")
+    flip(folder, "1.ffn")
+    source, lines = held(checkpoint, tmp_path / "cache"), list[str]()
+    engine = Engine.open(source, Ask(), Loading(machine=MACHINE, plan=streaming(open_packed(folder))))
+    failures = Failures(lines.append)
+    with closing(engine), closing(Service(engine, prompt_rows=5, queue=10, failures=failures)) as service:
+        assert not failures.damaged
+        for _ in range(2):
+            with pytest.raises(DamagedModel, match="granule 2"):
+                service.generate([[1, 2, 3]], [GREEDY])
+    assert failures.damaged and len(lines) == 1 and "it is packed again when it is next loaded" in lines[0]
+    failures = Failures(lines.append)
+    for error in (DamagedModel("of a folder that the user named"), ValueError("what a prompt said")):
+        failures.note(error, packs_again=False)
+    assert not failures.damaged and lines[1:] == ["of a folder that the user named", "ValueError in a pass"]
 
 
 def test_without_verify_a_changed_copy_is_taken_as_it_is(checkpoint: Path, tmp_path: Path) -> None:

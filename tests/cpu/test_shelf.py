@@ -15,11 +15,12 @@ import openai
 import pytest
 from fastapi import Request
 
-from penstock.errors import DoesNotFit
+from penstock.errors import DamagedModel, DoesNotFit
 from penstock.planner.pace import Pace
 from penstock.serve.api.answers import Gone
 from penstock.serve.api.desk import Desk
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
+from penstock.serve.failures import Failures
 from penstock.serve.scheduler import Ending, QueueFull
 from penstock.spec.format import FLOAT32
 from penstock.store.synth import synth
@@ -45,6 +46,9 @@ class Fake:
 
 
 class Quiet:
+    def __init__(self) -> None:
+        self.failures = Failures()
+
     def refuse(self, why: str) -> None: ...
     def abandon(self) -> None: ...
     def idle(self, within_s: float) -> bool:
@@ -85,6 +89,22 @@ def test_a_model_that_does_not_load_fails_those_who_asked_for_it() -> None:
         assert isinstance(told[0], DoesNotFit) and isinstance(told[1], DoesNotFit)
         assert isinstance(told[2], Hold) and told[2].loaded.name == "a"
         assert fake.events == ["a loaded", "a closed", "b fails", "a loaded"]
+
+    run(scenario)
+
+
+def test_a_model_with_a_damaged_copy_is_loaded_again() -> None:
+    async def scenario() -> None:
+        fake = Fake("a", "b")
+        first = await fake.shelf.hold("a")
+        first.loaded.service.failures.note(DamagedModel("granule 2 does not fit"), True)
+        again = asyncio.ensure_future(fake.shelf.hold("a"))
+        await asyncio.sleep(0.01)
+        assert not again.done()  # its other clients are told first
+        first.end()
+        (await again).end()
+        (await fake.shelf.hold("a")).end()
+        assert fake.events == ["a loaded", "a closed", "a loaded"]
 
     run(scenario)
 

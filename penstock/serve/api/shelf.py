@@ -1,8 +1,8 @@
 """The models that a server has. One of them is loaded, within the one memory limit, and answers its requests together.
 
 A request for another model waits until nobody uses the one that is loaded. Then that one is closed and the other is
-loaded. Requests wait in one line: as soon as a request for another model is in it, later ones for the loaded model wait
-behind that. So no request waits for ever.
+loaded. So is a model anew whose copy a pass found damaged: loading packs it again. Requests wait in one line: as soon
+as a request for another model is in it, later ones for the loaded model wait behind that. So no request waits for ever.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Shelf:
             name, waiting = self._line[0]
             if waiting.done():  # its client has gone
                 self._line.popleft()
-            elif self.now is not None and self.now.name == name:
+            elif self.now is not None and self.now.name == name and not self.now.service.failures.damaged:
                 self._line.popleft()
                 self._users += 1
                 waiting.set_result(Hold(self.now, self))
