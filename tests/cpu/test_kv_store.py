@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from penstock.errors import BadRequest, StorageFailed
 from penstock.graph.arenas import with_arenas
 from penstock.serve.generation import Generation
+from penstock.serve.keeper import Keeper
 from penstock.serve.kv_store import KvStore, store_key
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.service import Service
@@ -99,16 +101,35 @@ def test_what_a_killed_process_left_is_removed(folder: Path, tmp_path: Path) -> 
     assert {file.suffix for file in inside.iterdir()} == {".kv", ".txt"}
 
 
-def test_a_full_disk_ends_keeping_and_nothing_else(
+def test_a_full_disk_pauses_keeping_and_nothing_else(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise StorageFailed("the disk is full")
 
     monkeypatch.setattr(KvStore, "save", fails)
-    with pytest.warns(UserWarning, match="not kept any more: the disk is full"):
+    with pytest.warns(UserWarning, match="not kept for 60 s: the disk is full"):
         assert ask(folder, tmp_path, PROMPT)[0].token_ids
     assert not files(tmp_path)
+
+
+def test_pages_are_kept_again_once_the_disk_has_room(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StorageFailed("the disk is full")
+
+    with load(folder, plan=plan(folder)) as engine:
+        kept = store(engine, tmp_path)
+        keeper = Keeper(engine.session, kept, pause_s=0.2)
+        with monkeypatch.context() as patched, pytest.warns(UserWarning, match="not kept for 0 s: the disk is full"):
+            patched.setattr(KvStore, "save", fails)
+            keeper.keep(0, b"1" * 32)
+        keeper.keep(0, b"2" * 32)  # too soon, or it is kept
+        while not keeper.saves:
+            time.sleep(0.01)
+        keeper.keep(1, b"3" * 32)
+        assert b"1" * 32 not in kept and b"3" * 32 in kept
 
 
 def test_what_was_kept_before_the_disk_was_full_is_still_read(
@@ -120,7 +141,7 @@ def test_what_was_kept_before_the_disk_was_full_is_still_read(
         raise StorageFailed("the disk is full")
 
     monkeypatch.setattr(KvStore, "save", fails)
-    with pytest.warns(UserWarning, match="not kept any more: the disk is full"):
+    with pytest.warns(UserWarning, match="not kept for 60 s: the disk is full"):
         _, again = ask(folder, tmp_path, [5, *PROMPT[1:]], PROMPT)
     assert again.token_ids == first.token_ids and again.cached_tokens == 192
 

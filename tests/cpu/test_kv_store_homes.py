@@ -163,7 +163,7 @@ def test_what_lies_on_a_disk_goes_through_one_buffer(
 @pytest.mark.parametrize("what", ["write", "read"])
 def test_a_disk_that_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Where a page cannot be written to its home, its request fails, and the next one does without. Where it cannot be
-    read to be kept, no more are kept."""
+    read to be kept, no more are kept for a while."""
     first = ask(folder, "a disk", tmp_path, PROMPT)[0]
 
     def fails(*_: object) -> None:
@@ -174,7 +174,7 @@ def test_a_disk_that_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ) as service:  # fmt: skip
         if what == "read":
             heard = Heard()
-            with pytest.warns(UserWarning, match="not kept any more: the disk is gone"):
+            with pytest.warns(UserWarning, match="not kept for 60 s: the disk is gone"):
                 monkeypatch.setattr(engine.session.kv_pages, "read", fails)
                 service.submit([9, *PROMPT[1:]], PARAMS, heard.tell)
                 assert isinstance(heard.end()[1], Ended)

@@ -52,6 +52,14 @@ def still_streamed(plan: Plan, ask: Ask) -> int:
     return streamed - sum(guest.slot.nbytes for guest in rooms if guest.first_page >= reached)
 
 
+def leaves_room(plan: Plan, ask: Ask) -> bool:
+    """Whether pages that the ask leaves free have room for a twentieth more of what streams."""
+    layout, reached = Layout(plan), _reached(plan, ask)
+    rooms = sum(max(0, pool.slot.nbytes - reached * pool.page_bytes) for pool in layout.kv.pools_in_ram())
+    taken = sum(guest.slot.nbytes for guest in layout.guests.values())
+    return rooms - taken > _LEAST_SHARE * still_streamed(plan, ask)
+
+
 def _reached(plan: Plan, ask: Ask) -> int:
     """So many of a pool's first pages have no guests for long: those of all tokens of a single sequence. Of several
     sequences nobody knows how many come."""

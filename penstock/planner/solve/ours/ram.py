@@ -19,7 +19,7 @@ from penstock.planner.shares import Resident
 from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
-from penstock.planner.solve.ours.guests import still_streamed, with_guests
+from penstock.planner.solve.ours.guests import leaves_room, still_streamed, with_guests
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.ask import Ask
@@ -167,7 +167,7 @@ def _streaming(sized: Skeleton) -> Plan | None:
     usual = partly_in_ram(sized, {})
     if usual is None or not (housing := with_guests(usual, problem.ask)).guests:
         return usual
-    apart = partly_in_ram(sized, {}, last=FFNS)
+    apart = partly_in_ram(sized, {}, last=FFNS) if leaves_room(housing, problem.ask) else None
     housings = [housing] if apart is None else [housing, with_guests(apart, problem.ask)]
     fitting = filter(problem.fits, housings)
     return min(fitting, key=lambda plan: still_streamed(plan, problem.ask), default=usual)
