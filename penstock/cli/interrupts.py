@@ -19,7 +19,9 @@ from typing import Any
 
 _AGAIN_S = 0.25  # until an interrupt that nobody deals with counts as lost
 _SOON_S, _MOST_TRIES = 0.002, 500  # until one that fell between locks is tried again, and how often
-_LOCKS_OF_IMPORTS = "<frozen importlib._bootstrap>"
+_IMPORTS = "<frozen importlib._bootstrap>"
+# What takes or holds a lock there. `_get_module_lock` and `cb` hold the one of all imports, which no `with` gives back.
+_LOCKS_OF_IMPORTS = ("acquire", "release", "_get_module_lock", "cb")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -95,12 +97,14 @@ def _is_no_place(frame: FrameType | None) -> bool:
     code = frame.f_code
     if code.co_name in ("__enter__", "__exit__"):
         return True
-    if code.co_filename == _LOCKS_OF_IMPORTS and code.co_name in ("acquire", "release"):
-        return True
     above: FrameType | None = frame
-    while above is not None and not _finalizes(above.f_code):
+    while above is not None and not (_finalizes(above.f_code) or _locks_imports(above.f_code)):
         above = above.f_back
     return above is not None
+
+
+def _locks_imports(code: CodeType) -> bool:
+    return code.co_filename == _IMPORTS and code.co_name in _LOCKS_OF_IMPORTS
 
 
 def _finalizes(code: CodeType) -> bool:

@@ -139,7 +139,7 @@ class Guides:
         return self._confined.peak_bytes
 
     def later(self, known: _Known, tokens: list[int]) -> Future[Allowed]:
-        """The promise of what may come after these tokens of an answer."""
+        """The promise of what may come after these tokens of an answer. Raises BadRequest after `close`."""
         return self._submit(self._next, known, tokens)
 
     def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:

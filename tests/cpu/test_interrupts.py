@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _imp
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +120,30 @@ def test_a_lock_is_not_left_behind() -> None:
     with Interrupts(), pytest.raises(KeyboardInterrupt), held:
         go_on()
     assert held.lock.acquire(blocking=False)
+
+
+def test_none_falls_between_all_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `importlib` takes the lock of all imports: a thread that imports ahead would wait for it for ever, and so
+    would the end of the command."""
+
+    class Pressing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_imp, name)
+
+        def acquire_lock(self) -> None:
+            _imp.acquire_lock()
+            press()
+
+    bootstrap = importlib._bootstrap  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched, Interrupts(), pytest.raises(KeyboardInterrupt):
+        patched.setattr(bootstrap, "_imp", Pressing())
+        bootstrap._get_module_lock("no such module")
+        patched.undo()
+        go_on()
+    left_behind = _imp.lock_held()
+    while _imp.lock_held():
+        _imp.release_lock()
+    assert not left_behind
 
 
 def test_none_falls_into_a_finalizer() -> None:
