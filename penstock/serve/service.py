@@ -80,7 +80,7 @@ class Service:
         self._passes = engine.session.passes  # of the session, when the service took the latest one
         self._free_s = 0.0  # when the thread had told of its latest pass, or began to look for one
         self._saves_until_s = inf
-        self._times = times or PassTimes(engine.plan, engine.machine, mixed)
+        self.pass_times = times or PassTimes(engine.plan, engine.machine, mixed)
         self._pace = MeasuredPace(engine.plan, prompt_rows) if follows else None
         self._thread: threading.Thread | None = None  # lives while requests are here
         self._at_end: Callable[[], None] = lambda: None  # what the thread calls last
@@ -89,10 +89,6 @@ class Service:
     def counts(self) -> Counts:
         with self._changed:
             return self._tally.with_work(self._scheduler)
-
-    @property
-    def pass_times(self) -> PassTimes:
-        return self._times
 
     @property
     def prompt_rows(self) -> int:
@@ -179,7 +175,7 @@ class Service:
             # An answer of no tokens has a pass that says one, too.
             left = {n: 0 if each.cancelled else max(1, each.reply.limit) for n, each in self._open.items()}
             left = {number: tokens - twin.said[number] for number, tokens in left.items()}
-        return newcomer(twin, self._times, left, prompt_tokens, output_tokens, now_s)
+        return newcomer(twin, self.pass_times, left, prompt_tokens, output_tokens, now_s)
 
     def refuse(self, why: str) -> None:
         """Takes no more requests from now on. Requests that are here go on."""
@@ -397,7 +393,7 @@ class Service:
         next pass is a part of it."""
         now_s = time.perf_counter()
         if (kind := step.kind) is not None:
-            self._times.note(*kind, now_s - self._free_s)
+            self.pass_times.note(*kind, now_s - self._free_s)
             if self._pace is not None and self._pace.note(*kind, now_s - self._free_s):
                 with self._changed:
                     self._scheduler.prompt_rows = self._pace.rows

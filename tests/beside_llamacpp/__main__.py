@@ -15,7 +15,6 @@ The last line is one JSON object; the exit code is 1 if anything differs.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from contextlib import closing
@@ -29,7 +28,7 @@ from tests.beside_llamacpp.draws import ROOM, VOCABULARY, Case, draw
 from tests.beside_llamacpp.files import quantise, rewritten, write_floats
 from tests.beside_llamacpp.peer import Peer
 from tests.cpu.commands import MACHINE
-from tests.numbered import flags, numbers
+from tests.numbered import search
 from tests.steps import PROMPTS, STEPS, answers, distance, prompts
 
 EXACT = 2e-4  # root mean square of what differs, over that of the logits
@@ -72,24 +71,15 @@ def differences(case: Case, folder: Path) -> tuple[list[str], dict[str, float]]:
     return found, largest
 
 
-def main() -> int:
-    wanted = flags(__doc__ or "").parse_args()
-    ran, wrong = 0, []
-    for number in numbers(wanted):
-        case = draw(number)
-        with tempfile.TemporaryDirectory(prefix="penstock-beside-llamacpp-") as folder:
-            try:
-                found, largest = differences(case, Path(folder))
-            except Exception as error:  # a refusal too: llama.cpp runs all of these
-                found, largest = [f"{type(error).__name__}: {error}"], {}
-        ran += 1
-        told = ", ".join(f"{name} {off:.2g}" for name, off in largest.items())
-        print(f"{case}: {'; '.join(found) or 'the same'} ({told})", file=sys.stderr, flush=True)
-        if found:
-            wrong.append(number)
-    print(json.dumps({"cases": ran, "wrong": wrong}))
-    return bool(wrong)
+def judged(number: int) -> tuple[str, list[str]]:
+    case = draw(number)
+    with tempfile.TemporaryDirectory(prefix="penstock-beside-llamacpp-") as folder:
+        try:
+            found, largest = differences(case, Path(folder))
+        except Exception as error:  # a refusal too: llama.cpp runs all of these
+            found, largest = [f"{type(error).__name__}: {error}"], {}
+    return f"{case} ({', '.join(f'{name} {off:.2g}' for name, off in largest.items())})", found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(search(__doc__ or "", judged))

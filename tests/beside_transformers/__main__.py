@@ -14,7 +14,6 @@ The last line is one JSON object; the exit code is 1 if anything differs.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from contextlib import closing
@@ -35,7 +34,7 @@ from tests.beside_transformers.folders import make
 from tests.cpu.commands import MACHINE
 from tests.cpu.near_ties import choosing, heard
 from tests.cpu.oracle import Oracle
-from tests.numbered import flags, numbers
+from tests.numbered import search
 from tests.steps import PROMPTS, STEPS, answers, distance, prompts
 
 EXACT = 1e-4  # root mean square of what differs, over that of the logits; float32 alone gives up to 5e-5
@@ -88,24 +87,15 @@ def _of_experts(engine: Engine, oracle: Oracle, ids: list[Array], off: list[list
     return found
 
 
-def main() -> int:
-    wanted = flags(__doc__ or "").parse_args()
-    ran, wrong = 0, []
-    for number in numbers(wanted):
-        case = draw(number)
-        with tempfile.TemporaryDirectory(prefix="penstock-beside-transformers-") as folder:
-            try:
-                found, largest = differences(case, Path(folder))
-            except Exception as error:  # a refusal too: transformers runs all of these
-                found, largest = [f"{type(error).__name__}: {error}"], {}
-        ran += 1
-        told = ", ".join(f"{name} {off:.2g}" for name, off in largest.items())
-        print(f"{case}: {'; '.join(found) or 'the same'} ({told})", file=sys.stderr, flush=True)
-        if found:
-            wrong.append(number)
-    print(json.dumps({"cases": ran, "wrong": wrong}))
-    return bool(wrong)
+def judged(number: int) -> tuple[str, list[str]]:
+    case = draw(number)
+    with tempfile.TemporaryDirectory(prefix="penstock-beside-transformers-") as folder:
+        try:
+            found, largest = differences(case, Path(folder))
+        except Exception as error:  # a refusal too: transformers runs all of these
+            found, largest = [f"{type(error).__name__}: {error}"], {}
+    return f"{case} ({', '.join(f'{name} {off:.2g}' for name, off in largest.items())})", found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(search(__doc__ or "", judged))

@@ -30,7 +30,7 @@ from penstock.errors import PenstockError
 from penstock.models import spec_from_config
 from tests.cpu.oracle import prompt, randomise
 from tests.cpu.variants import VARIANTS, Variant
-from tests.numbered import flags, numbers
+from tests.numbered import search
 
 CHANGED = 1e-4  # by so much a logit has changed
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation", "activation_function")
@@ -103,22 +103,12 @@ def _values(key: str, value: Any) -> list[Any]:
     return [True, 2.0, 8, "x", 0.5] if value is None else []
 
 
-def main() -> int:
-    wanted = flags(__doc__ or "").parse_args()
-    ran, wrong = 0, []
-    for number in numbers(wanted):
-        if number == len(VARIANTS):
-            break
-        variant = VARIANTS[number]
-        if variant.model_type == "gemma3":  # its text model is gemma3_text
-            continue
-        found, ran = list(passed_over(variant)), ran + 1
-        print(f"case {number}: {variant.name}: {'; '.join(found) or 'nothing'}", file=sys.stderr, flush=True)
-        if found:
-            wrong.append(number)
-    print(json.dumps({"cases": ran, "wrong": wrong}))
-    return bool(wrong)
+def judged(number: int) -> tuple[str, list[str]] | None:
+    variant = VARIANTS[number]
+    if variant.model_type == "gemma3":  # its text model is gemma3_text
+        return None
+    return f"case {number}: {variant.name}", list(passed_over(variant))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(search(__doc__ or "", judged, len(VARIANTS)))

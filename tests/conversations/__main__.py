@@ -31,7 +31,7 @@ from tests.conversations.draws import ASKED, CONTEXT, Asked, Case, asked, draw, 
 from tests.cpu.commands import machine_cache
 from tests.cpu.engines import ROOT
 from tests.cpu.servers import Server, serving
-from tests.numbered import flags, numbers
+from tests.numbered import search
 
 TALE = ROOT / "penstock" / "assets" / "tale-llama"
 _ALONE = ("temperature", "seed", "stop", "presence_penalty", "skip_special_tokens", "top_k")
@@ -121,20 +121,11 @@ def post(server: Server, path: str, body: object) -> tuple[int, bytes]:
     return answer.status, content
 
 
-def main() -> int:
-    wanted = flags(__doc__ or "").parse_args()
-    ran, wrong = 0, []
-    for number in numbers(wanted):
-        case = draw(number)
-        with tempfile.TemporaryDirectory(prefix="penstock-conversations-") as folder:
-            found = differences(case, Path(folder))
-        ran += 1
-        print(f"{case}: {'; '.join(found) or 'the same'}", file=sys.stderr, flush=True)
-        if found:
-            wrong.append(number)
-    print(json.dumps({"cases": ran, "requests": ran * ASKED, "wrong": wrong}))
-    return bool(wrong)
+def judged(number: int) -> tuple[str, list[str]]:
+    case = draw(number)
+    with tempfile.TemporaryDirectory(prefix="penstock-conversations-") as folder:
+        return str(case), differences(case, Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(search(__doc__ or "", judged))

@@ -35,11 +35,10 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
-    alone = plan.batch_seqs * plan.batches_per_pass == 1
     recut: list[Unit] = []
     for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
         part, alike = plan.parts[key], list(group)
-        recut += _cut(plan, part, alike, pools[part.layer], reached, alone) if may_stay else alike
+        recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
     housing = with_arenas(replace(plan, units=tuple(recut), guests=True))
     before, after = still_streamed(plan, ask), still_streamed(housing, ask)
     return housing if after < (1 - _LEAST_SHARE) * before else plan
@@ -63,15 +62,17 @@ def leaves_room(plan: Plan, ask: Ask) -> bool:
 def _reached(plan: Plan, ask: Ask) -> int:
     """So many of a pool's first pages have no guests for long: those of all tokens of a single sequence. Of several
     sequences nobody knows how many come."""
-    alone = plan.batch_seqs * plan.batches_per_pass == 1
-    return -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if alone else 1
+    return -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if _is_for_one(plan) else 1
 
 
-def _cut(
-    plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int, alone: bool
-) -> list[Unit]:  # fmt: skip
+def _is_for_one(plan: Plan) -> bool:
+    """Whether a single sequence has all pages."""
+    return plan.batch_seqs * plan.batches_per_pass == 1
+
+
+def _cut(plan: Plan, part: Part, streaming: list[Unit], pools: list[Pool], reached: int) -> list[Unit]:
     """A part's units on the disk anew: the last ones are of the sizes of guests, from the end of the first pool on.
-    `reached`: so many of a pool's first pages have no guests. `alone`: a single sequence has all pages."""
+    `reached`: so many of a pool's first pages have no guests."""
     lo, hi, (unit, *_) = streaming[0].lo, streaming[-1].hi, streaming
     step, most = part.sum_granules, max(map(plan.unit_bytes, streaming))
     least = step * part.granule_bytes
@@ -82,7 +83,7 @@ def _cut(
         room = left = pool.slot.nbytes - reached * pool.page_bytes
         alike = max(room // _MOST_IN_A_POOL, min(room // _LEAST_IN_A_POOL, _LEAST_BYTES))
         while left >= least:
-            wanted = min(max(left // 2, room // _SMALLEST_SHARE) if alone else alike, most, left)
+            wanted = min(max(left // 2, room // _SMALLEST_SHARE) if _is_for_one(plan) else alike, most, left)
             granules = max(step, wanted // part.granule_bytes // step * step)
             begin = (hi - granules) // step * step
             if begin < lo:
