@@ -24,7 +24,7 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.programs.pipo_memory import Configuration
-from penstock.planner.simulate import Simulator
+from penstock.planner.simulate import WARM_PASSES, Simulator
 from penstock.planner.solve import pipo
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
@@ -54,7 +54,7 @@ _HOST_BYTES = {LAPTOP: 16 * GIB, DESKTOP: 64 * GIB}  # the machine's; its tier i
 _HOMES: dict[str, Tier] = {"on the device": GPU.executor, "in RAM": HOST, "on disk": DISK.tier}
 _ORDERS = {"PIPO": "overlapped", "FlexGen": "flexgen"}
 _FAMILIES = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b", "llama-3.1-8b", "llama-3.1-70b")  # section 4.1
-_WARM_PASSES, _STEADY_PASSES = 2, 2  # as planner.predict, without a spread
+_STEADY_PASSES = 2  # as planner.predict, without a spread
 _PARTS_OF_PIPO = ("the pipeline alone", "with the transfer suite")  # of Figure 9
 _UTILISATION = (("llama-3.1-8b", 16), ("opt-30b", 12))  # appendix C.1, int4 from the disk
 
@@ -115,7 +115,7 @@ def together(plan: Plan, ask: Ask, machine: MachineSpec) -> Speeds:
     first = [run(p) for p in passes.prompts(plan, range(seqs), [ask.prompt_tokens] * seqs, passes.DECODE)]
     position = ask.prompt_tokens + ask.output_tokens // 2
     decode = passes.decode(plan, range(seqs), (position,) * seqs, passes.DECODE)
-    steps = [run(decode) for _ in range(_WARM_PASSES + _STEADY_PASSES)][_WARM_PASSES:]
+    steps = [run(decode) for _ in range(WARM_PASSES + _STEADY_PASSES)][WARM_PASSES:]
     return Speeds(
         ttft_s=sum(seconds for seconds, _ in first), ttft_busy_s=sum(busy_s for _, busy_s in first),
         step_s=sum(seconds for seconds, _ in steps) / len(steps), tier_bytes=plan.tier_bytes(),

@@ -62,7 +62,7 @@ class Emitter:
         # Lane → other lane → the latest task there that it has waited for.
         self._waited_for: dict[Lane, dict[Lane, int]] = {}
         self._open: dict[Lane, _OpenTask] = {}
-        self._next_id = 0
+        self.next_id = 0  # of the next task that is opened
         self._closed: list[Task] = []
         # For lane A: the last adopted task of lane B that A's next task must wait for.
         self._ended: dict[Lane, dict[Lane, int]] = {}
@@ -118,9 +118,9 @@ class Emitter:
     def adopt(self, tasks: Sequence[Task]) -> list[tuple[int, tuple[int, ...]]]:
         """Gives new (id, after) to tasks of an earlier pass that come again. No task may be open. The first of each
         lane waits for all tasks before them, and the next task of each lane will wait for all of these."""
-        new_id = {task.id: self._next_id + i for i, task in enumerate(tasks)}
+        new_id = {task.id: self.next_id + i for i, task in enumerate(tasks)}
         lane_of = {task.id: task.lanes[0] for task in tasks}
-        self._next_id += len(tasks)
+        self.next_id += len(tasks)
         adopted: list[tuple[int, tuple[int, ...]]] = []
         last_on: dict[Lane, int] = {}
         for lane in set(lane_of.values()) if self._fresh else ():
@@ -150,8 +150,8 @@ class Emitter:
                         waits[other] = number
         if waits:
             waits = self._unknown(lane, waits)
-        mark = (lane, self._next_id)
-        self._next_id += 1
+        mark = (lane, self.next_id)
+        self.next_id += 1
         for slots, write in ((task.reads, False), (task.writes, True)):
             for slot in slots:
                 segment = exactly(slot)
@@ -161,6 +161,13 @@ class Emitter:
                     segment.note(write, mark)
         after = tuple(sorted(waits.values()))
         self._closed.append(Task(mark[1], (lane,), calls, task.reads, task.writes, nbytes, flops, after, task.id))
+
+    def shift(self, base: int, by: int) -> None:
+        """All tasks from id `base` on have come again, the latest time with ids that are larger by `by`."""
+        self.next_id += by
+        self._hazards.shift(base, by)
+        for waited_for in self._waited_for.values():
+            waited_for.update({other: task + by for other, task in waited_for.items() if task >= base})
 
     def finish(self) -> Iterator[Task]:
         """Closes every lane and hands out the rest."""
@@ -209,8 +216,8 @@ class Emitter:
         if waits:
             self.close(lane)
         if lane not in self._open:
-            self._open[lane] = _OpenTask(self._next_id, lanes, tuple(sorted(waits.values())))
-            self._next_id += 1
+            self._open[lane] = _OpenTask(self.next_id, lanes, tuple(sorted(waits.values())))
+            self.next_id += 1
         current = self._open[lane]
         current.calls.append(call)
         mark = (lane, current.id)

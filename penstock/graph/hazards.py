@@ -110,6 +110,16 @@ class Hazards:
         starts[first:last] = [segment.lo for segment in fresh]
         segments[first:last] = fresh
 
+    def shift(self, base: int, by: int) -> None:
+        """Tasks from id `base` on have ids that are larger by `by` now."""
+        for _, segments in self._arenas.values():
+            for segment in segments:
+                if segment.writer is not None and segment.writer[1] >= base:
+                    segment.writer = (segment.writer[0], segment.writer[1] + by)
+                for lane, task in segment.readers.items():
+                    if task >= base:
+                        segment.readers[lane] = task + by
+
     @staticmethod
     def _split(starts: list[int], segments: list[Segment], byte: int) -> None:
         """Makes `byte` the beginning of a segment, if it lies inside one."""

@@ -18,7 +18,8 @@ and not one task on two lanes, so that the link can lift units from RAM while th
 tokens and logits are kilobytes. They cross on the device's own lane, where they wait for no weights.
 
 State kept between passes: the content of the rings, the streams' cursors, and the last readers and writers per slot.
-Where nothing streams, also the tasks of each shape of pass, so that each shape is lowered once.
+Also tasks of passes that may come again: if nothing streams those of each shape of pass (`repeats`), else those of the
+latest pass (`recurring`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from penstock.graph.ends import Ends
 from penstock.graph.experts import ExpertCalls
 from penstock.graph.ffn import FfnCalls
 from penstock.graph.open_passes import OpenPass, OpenPasses
+from penstock.graph.recurring import Recurring
 from penstock.graph.repeats import Repeats, likened_lanes
 from penstock.graph.streams import Streams
 from penstock.graph.stretches import Stretches
@@ -51,9 +53,10 @@ from penstock.spec.plan import Plan
 
 class Lowering:
     """`step(pass)` yields the tasks of that pass, and loads for the next one where the ring has room. `new_cache`:
-    makes the plan's caches, which are `caches`."""
+    makes the plan's caches, which are `caches`. `recurs`: where weights stream, a pass may be a view of an earlier one
+    (`graph/recurring`)."""
 
-    def __init__(self, plan: Plan, new_cache: NewCache = ExpertCache) -> None:
+    def __init__(self, plan: Plan, new_cache: NewCache = ExpertCache, recurs: bool = True) -> None:
         self.plan = plan
         self.layout = Layout(plan)
         self.parts = self.layout.parts
@@ -69,15 +72,9 @@ class Lowering:
         self._assigned = AssignedRows(plan)
         self._demand = Demand(self._experts, self._calls, self.caches)
         self._repeats = Repeats(plan, self.layout, self._emit.adopt)
+        self._recurring = Recurring(plan, self.layout, self._emit) if recurs else None
         self._stretches = Stretches(self._calls, self._streams, self._experts, self._demand)
         self._open_passes = OpenPasses(plan)
-
-    @property
-    def held(self) -> tuple[object, ...] | None:
-        """The content of the rings between two passes. Where it is the same again, a pass has the same tasks again.
-        Only their ids differ, and which tasks of the pass before they wait for. None where nothing streams, or where
-        answers decide."""
-        return None if self._repeats.nothing_streams or self.plan.asks else self._streams.held
 
     @property
     def stays(self) -> bool:
@@ -95,9 +92,13 @@ class Lowering:
         `answer(call)`: the experts that a router chose for each row, in rising order, or the places of the neurons of a
         layer's FFN that fire in each row. It is called only if the plan has caches, or units that are asked for. It is
         called after the task of that call was handed out, and before any task that depends on the answer."""
-        repeated = self._repeats.find(p, by_batches)
+        recurring = None if self._repeats.nothing_streams or self.plan.asks else self._recurring
+        held = self._streams.held
+        repeated = self._repeats.find(p, by_batches) if recurring is None else recurring.find(p, held)
         if repeated is not None:
             yield from repeated
+        elif recurring is not None:
+            yield from recurring.keep(p, held, self._lower(p, answer or _nobody))
         else:
             tasks = self._repeats.keep(p, self._lower(p, answer or _nobody), by_batches)
             yield from self._open_passes.keep(p, tasks) if self._opens(p) else tasks

@@ -92,7 +92,8 @@ class _MovedCalls(Sequence[Call]):
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         call = self._known.task.calls[number]
-        assert call.batch is not None
+        if call.batch is None or call.batch.some:  # it has no positions
+            return call
         nbytes, flops = call.bytes, call.flops
         if isinstance(call.operands, ops.Attend):
             nbytes, flops = self._known.attend_cost(self._known.kinds[number % len(self)], self._batches)

@@ -29,7 +29,8 @@ class Streams:
         plan = self._plan = layout.plan
         self._layout, self._emit, self._caches = layout, emit, caches
         self._rings = {
-            tier: Ring(f"{tier}.ring", nbytes, restarts=is_device(tier)) for tier, nbytes in plan.ring_bytes.items()
+            tier: Ring(f"{tier}.ring", nbytes, even=not is_device(tier) and plan.order != "saving")
+            for tier, nbytes in plan.ring_bytes.items()
         }
         self._device = next((tier for tier in self._rings if is_device(tier)), None)  # its disk units cross the stage
         self._stage = Ring(f"{HOST}.stage", plan.stage_bytes)

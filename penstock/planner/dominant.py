@@ -11,12 +11,10 @@ from penstock.graph.tasks import Pass
 from penstock.planner.cost import Cost
 from penstock.planner.predict import Prediction
 from penstock.planner.routing import Replay
-from penstock.planner.simulate import lowered_pass
+from penstock.planner.simulate import WARM_PASSES, lowered_pass
 from penstock.spec.machine import TERMS, Figure, MachineSpec
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
-
-_REPEATED = 3  # in the third decode pass all calls were prepared by earlier ones
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def of_prompts(
 def of_decoding(plan: Plan, prediction: Prediction, machine: MachineSpec, position: int, batch: int) -> Dominant:
     """The dominant figure of a decode pass of `batch` sequences at `position`. The pause between passes counts too."""
     cost, seqs = Cost(machine), range(batch)
-    wanted = [passes.decode(plan, seqs, (position,) * batch, passes.DECODE)] * _REPEATED
+    wanted = [passes.decode(plan, seqs, (position,) * batch, passes.DECODE)] * (WARM_PASSES + 1)
     lane = prediction.bound_by
     dominant = _most(_by_figure(wanted, plan, lane, cost), lane, prediction.lane_share[lane])
     pause, step_s = machine.overhead(CPU, "pass"), batch / prediction.decode_tokens_per_s

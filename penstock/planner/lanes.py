@@ -12,13 +12,12 @@ from penstock.graph.tasks import Task, link_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.predict import CACHE_PASSES
 from penstock.planner.routing import Replay
-from penstock.planner.simulate import Simulator, lowered_pass
+from penstock.planner.simulate import WARM_PASSES, Simulator, lowered_pass
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import CPU, Lane
 from penstock.spec.plan import Plan
 
-_WARM_PASSES = 2
 _KINDS = {
     **dict.fromkeys(("qkv", "attend", "out"), "attention"),
     **dict.fromkeys(("ffn", "predict", "route", "experts", "combine", "gate"), "FFN"),
@@ -57,12 +56,12 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> DecodePass:
     tasks: dict[int, Task] = {}
     replay.warm(lowering, step, CACHE_PASSES)
     crossed = Counter[Lane]()
-    for i in range(_WARM_PASSES + 1):
+    for i in range(WARM_PASSES + 1):
         emitted, one_piece = lowered_pass(lowering, step, replay.answer)
         tasks.update((task.id, task) for task in emitted)
         start_s = simulator.now_s
         spans = simulator.run(emitted, one_piece).spans
-        if i == _WARM_PASSES:
+        if i == WARM_PASSES:
             for task in emitted:
                 crossed.update(link_bytes(task))
         else:

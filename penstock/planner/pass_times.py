@@ -16,11 +16,11 @@ from penstock.graph.tasks import Pass, Stream
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay
 from penstock.planner.shorten import quick_s
-from penstock.planner.simulate import Simulator, lowered_pass
+from penstock.planner.simulate import WARM_PASSES, Simulator, lowered_pass
 from penstock.spec.machine import MachineSpec
 from penstock.spec.plan import Plan
 
-_WARM_PASSES, _COUNTED_PASSES, _CACHE_PASSES = 2, 2, 32
+_COUNTED_PASSES, _CACHE_PASSES = 2, 32
 _FEW = 4  # up to so many answers each number is simulated
 LEAST_PASSES = 4  # of a kind, before what they took is believed
 _LATEST, _MOST_KINDS = 32, 64  # passes that are remembered of a kind, and kinds
@@ -135,12 +135,12 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
         ends = [start + rows for batch in p.batches for start, rows in zip(batch.start, batch.rows, strict=True)]
         p = p._replace(pages_used=sum(-(-end // plan.page_tokens) for end in ends))
     seconds = []
-    for _ in range(_WARM_PASSES + _COUNTED_PASSES):
+    for _ in range(WARM_PASSES + _COUNTED_PASSES):
         start_s = simulator.now_s
         simulator.busy_s(*lowered_pass(lowering, p, replay.answer))
         simulator.pause(pause_s)
         seconds.append(simulator.now_s - start_s)
-    return sum(seconds[_WARM_PASSES:]) / _COUNTED_PASSES
+    return sum(seconds[WARM_PASSES:]) / _COUNTED_PASSES
 
 
 def _with_prompt(plan: Plan, p: Pass, seq: int, position: int, rows: int, purpose: str) -> Pass:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from penstock.graph import passes
@@ -14,7 +13,7 @@ from penstock.graph.ops import Experts, Lift, Load, Route, Slot
 from penstock.graph.tasks import Pass, Task, fetched_bytes, kv_loaded_bytes, streamed_bytes
 from penstock.planner.cost import Cost
 from penstock.planner.routing import Replay, RouterTrace, stated
-from penstock.planner.simulate import Lowered, Simulator, lowered_pass
+from penstock.planner.simulate import WARM_PASSES, Lowered, Simulator, lowered_pass
 from penstock.planner.sizes import prompt_and_half_way
 from penstock.spec import codec
 from penstock.spec.ask import Ask
@@ -22,9 +21,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.places import HOST, Lane, Tier, is_device, tier_of
 from penstock.spec.plan import Plan
 
-# The first 2 decode passes do not count: loads for them ran ahead during prefill, and they prepare calls that later
-# passes repeat. The next 2 are averaged, because passes differ a little: units do not fill a ring evenly.
-_WARM_PASSES, _STEADY_PASSES = 2, 2
+_STEADY_PASSES = 2  # decode passes that are averaged after WARM_PASSES, because passes differ a little
 # Of the prompts' passes the first 3 are simulated, which start cold, and 6 of the others. Attention takes evenly more
 # from chunk to chunk, so a few tell the sum. With 16, planning a prompt of 131,072 tokens took half a minute.
 _FIRST_PASSES, _SAMPLED_PASSES = 3, 6
@@ -155,10 +152,10 @@ def predict(
     busy: dict[Lane, float] = {}
     gaps: list[float] = []
     most_passes = _MOST_PASSES if spread else 0
-    least = _WARM_PASSES + _averaged(plan, trace)
+    least = WARM_PASSES + _averaged(plan, trace)
     streamed, use = 0.0, _Use(plan)
     while len(gaps) < least or (tasks_seen < _MOST_TASKS and len(gaps) < most_passes):
-        if len(gaps) == _WARM_PASSES:
+        if len(gaps) == WARM_PASSES:
             busy = {}
         start_s = simulator.now_s
         step, one_piece = next(steps)
@@ -167,10 +164,10 @@ def predict(
         simulator.pause(pause_s)
         gaps.append(max(_LEAST_S, simulator.now_s - start_s))
         tasks_seen += len(step)
-        if len(gaps) > _WARM_PASSES:
+        if len(gaps) > WARM_PASSES:
             streamed += sum(streamed_bytes(t, plan.units) + fetched_bytes(t) + kv_loaded_bytes(t) for t in step)
             use.count(step)
-    steady = gaps[_WARM_PASSES:]
+    steady = gaps[WARM_PASSES:]
     streamed = streamed / len(steady)
     step_s = sum(steady) / len(steady)
     return Prediction(
@@ -222,7 +219,8 @@ def lowered(plan: Plan, ask: Ask, spread: bool = True, trace: RouterTrace | None
     for _ in range(COLD_PASSES if plan.caches and spread else 0):
         yield lowered_pass(lowering, step, replay.answer)
     replay.warm(lowering, step, CACHE_PASSES)
-    yield from _repeated(lowering, step, replay)
+    while True:
+        yield lowered_pass(lowering, step, replay.answer)
 
 
 def reads_short(plan: Plan, ask: Ask) -> bool:
@@ -312,40 +310,6 @@ class _Use:
         wanted, missed, absent, guessed, wrong, loaded_bytes = (count / tokens for count in counts)
         both = bool(self._on_device & self._in_ram)
         return ExpertUse(wanted, missed, absent if both else None, guessed, wrong, loaded_bytes, source, cold_s)
-
-
-def _repeated(lowering: Lowering, p: Pass, replay: Replay) -> Iterator[Lowered]:
-    """This pass, again and again without end.
-
-    After a few passes the tasks repeat themselves. If the rings hold the same now as before an earlier pass, and the
-    passes before both are alike, the tasks from there on come again, and are not lowered again."""
-    held: list[tuple[object, ...] | None] = []
-    emitted: list[Lowered] = []
-    while True:
-        held.append(lowering.held)
-        before = range(1, len(emitted))
-        first = next(
-            (i for i in before if held[i] == held[-1] and _alike(emitted[i - 1].tasks, emitted[-1].tasks)), None
-        )
-        if first is not None and held[-1] is not None:
-            break
-        emitted.append(lowered_pass(lowering, p, replay.answer))
-        yield emitted[-1]
-    cycle = emitted[first:]
-    ids = sum(len(each.tasks) for each in cycle)
-    for shift in count(ids, ids):
-        for tasks, one_piece in cycle:
-            again = [t._replace(id=t.id + shift, after=tuple([other + shift for other in t.after])) for t in tasks]
-            yield Lowered(again, one_piece)
-
-
-def _alike(tasks: list[Task], others: list[Task]) -> bool:
-    """Whether two passes are the same but for their ids. Edges are compared too: the lowering leaves out an edge that
-    an earlier one implies, so the first passes may lack edges that later ones have."""
-    first, other = tasks[0].id, others[0].id
-    return [(t.writes, [i - first for i in t.after]) for t in tasks] == [
-        (t.writes, [i - other for i in t.after]) for t in others
-    ]
 
 
 def _sampled(wanted: Sequence[Pass]) -> Iterator[tuple[Pass, int]]:

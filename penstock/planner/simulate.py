@@ -21,6 +21,10 @@ from penstock.planner.cost import Cost
 from penstock.spec.places import Lane
 from penstock.spec.plan import Unit
 
+# Passes that come before the first one whose time counts. Loads for the first ran ahead in the pass before, and calls
+# are prepared for tasks that come again from the fourth pass of a shape on (`graph/recurring`).
+WARM_PASSES = 3
+
 
 class Lowered(NamedTuple):
     """The tasks of a pass. `one_piece`: one native program does them, an open pass (`graph/open_passes`)."""

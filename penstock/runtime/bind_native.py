@@ -48,7 +48,8 @@ class NativeBinding(NativeOps):
         self._tables_of: dict[Batch, BatchTables] = {}  # of calls that run alone, for this pass
         self._shared: dict[int, BatchTables] = {}  # of programs, by the batch's id
         self._moved: set[int] = set()  # ids of the batches whose tables are those of this pass
-        self._most_bound = _KEPT * (4 * len(self._spec.layers) if plan.asks else 1)
+        # Where weights stream a pass has at most a task before each unit and one behind it.
+        self._most_bound = _KEPT * (4 * len(self._spec.layers) if plan.asks else 1) + 2 * len(plan.units)
         self._bound: dict[int, _Bound] = {}  # by `Task.like`
         # Programs of one call for experts that were asked for, by all its operands but these experts.
         self._placed: dict[tuple[object, ...], _native.Program] = {}
@@ -137,10 +138,10 @@ class NativeBinding(NativeOps):
         steps: list[_native.Program | int] = []
         batches: dict[int, int] = {}
         for number, call in enumerate(task.calls):
-            batch = batch_of(call)
             if not self.is_native(call):
                 steps.append(number)
                 continue
+            batch = batch_of(call)
             if not batch.some:
                 batches.setdefault(batch.id, number)
             if not steps or isinstance(steps[-1], int):

@@ -72,7 +72,7 @@ Passed = tuple[float, int, int]  # seconds of a decode pass beside its kernels, 
 def _pass_s(plan: Plan, kernels: Native) -> Passed:
     arenas = Arenas(plan)
     binding = _WithoutReads(plan, arenas, kernels)
-    executor, lowering = Executor(Dispatch(binding)), Lowering(plan)
+    executor, lowering = Executor(Dispatch(binding)), Lowering(plan, recurs=False)
     executor.recording = False  # as in runs without --trace
     p = passes.decode(plan, (0,), (64,), passes.DECODE)
     try:

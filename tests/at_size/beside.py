@@ -38,7 +38,7 @@ FORMATS = ("int4", "int8", "bf16", "float16", "float32", "int4-g32")
 NEURONS = ("int4-neurons", "float32-neurons", "int8-neurons", "bfloat16-neurons")
 LONGEST = 300  # tokens of a context
 MOST_STREAMED = 1 << 30  # bytes of a run
-MOST_STEPS = 5  # of decoding, behind prompts
+MOST_STEPS = 7  # of decoding, behind prompts; from the fourth on they may be views (`graph.recurring`)
 _TRIED = 4  # draws of a strategy, whose first ones are the simplest
 
 

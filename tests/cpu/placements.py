@@ -22,7 +22,7 @@ Models = dict[str, Packed]  # by name of the tiny config
 Logits = dict[tuple[str, str], np.ndarray]  # by model and format of the KV cache; float32 [rows, vocab]
 
 PROMPTS = (23, 9)  # tokens of the two sequences; 32 rows a chunk
-STEPS = 3
+STEPS = 6  # the fourth and fifth are views of the third (`graph.recurring`)
 KV_FORMATS = ("float32", "int8", "int4-g32")
 # How far families of kernels may be from each other. Where one rounds a number of the cache up and another down, the
 # logits differ by as much as a step of the format makes.
