@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from html import escape
 
-from penstock.planner.explain import Band, Limit, lane_name, limits, rate, rates, spread, tier_name
+from penstock.planner.explain import ARENAS, Band, Limit, lane_name, limits, rate, rates, spread, tier_name
 from penstock.planner.frontier import Point
 from penstock.planner.lanes import DecodePass, Stretch, decode_pass
 from penstock.planner.solve import Solved
@@ -36,18 +36,12 @@ text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#0b0b0b}
 @media (prefers-color-scheme:dark){text{fill:#fff}.soft{fill:#c3c2b7}.page{fill:#1a1a19}.box,.line{stroke:#52514e}
 .free{fill:#2f2f2c}.arrow{fill:#c3c2b7}.blue{fill:#3987e5}.orange{fill:#d95926}.violet{fill:#9085e9}.green{fill:#199e70}}
 """
-_ARENAS = {
-    "weights": ("weights that stay", "blue"),
-    "ring": ("ring that weights stream through", "orange"),
-    "kv": ("KV cache", "violet"),
-    "window": ("KV on its way", "violet"),
-    "act": ("activations, logits, scratch", "green"),
-    "scratch": ("activations, logits, scratch", "green"),
-    "staging": ("activations, logits, scratch", "green"),
-    "cache": ("experts that were asked for", "orange"),
-    "recent": ("records that were asked for", "orange"),
-    "stage": ("between disk and device", "orange"),
-}
+# By arena; its label is that of `explain.ARENAS`. All other arenas are _WORK_SPACE.
+_COLOURS = {
+    "weights": "blue", "ring": "orange", "kv": "violet", "window": "violet", "cache": "orange", "asked": "orange",
+    "recent": "orange", "stage": "orange",
+}  # fmt: skip
+_WORK_SPACE = ("activations, logits, scratch", "green")
 _KINDS = {"attention": "violet", "FFN": "blue", "head": "green", "rest": "gray", "weights that stream": "orange"}
 
 
@@ -134,7 +128,8 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
     sums: dict[tuple[str, str], int] = {}
     for arena in plan.arenas:
         if arena.tier == limit.tier:
-            key = _ARENAS[arena.name.split(".")[1]]
+            what = arena.name.split(".")[1]
+            key = (ARENAS[what], _COLOURS[what]) if what in _COLOURS else _WORK_SPACE
             sums[key] = sums.get(key, 0) + arena.bytes
     rows = [(label, colour, nbytes) for (label, colour), nbytes in sums.items()]
     if limit.tier == HOST:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from penstock.planner.explain import Band, rate
 from penstock.planner.lanes import decode_pass
 from penstock.planner.picture import svg
+from penstock.planner.routing import stated_firing
 from penstock.planner.solve import Solved, solve
+from penstock.serve.planning import describe
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import Rate
@@ -60,6 +63,16 @@ def test_pictures(case: str) -> None:
         assert box["x"] >= 0 and box["x"] + box["width"] <= width + 0.2
         assert box["y"] >= 0 and box["y"] + box["height"] <= height
     assert not any(tag in picture for tag in ("<script", "href", "<image", "@import", "url("))
+
+
+def test_neurons_on_the_disk_are_drawn() -> None:
+    """The arena of records that a token reads is among what fills RAM."""
+    (spec, _), kv_load = describe(Path("opt-1.3b"), to_plan=True), Rate("disk0", "kv_load", "*", 1e-5, 4e-10)
+    machine = replace(MACHINE, rates=(*MACHINE.rates, kv_load, replace(kv_load, op="pick")))
+    ask = Ask(context=128, host_memory_bytes=700 << 20)
+    solved = solve(ask, spec, parse_format("int4-neurons"), machine, trace=stated_firing(spec))
+    assert "host.asked" in {arena.name for arena in solved.plan.arenas}
+    assert "records of active neurons" in texts(svg(solved, ask, machine))
 
 
 def test_a_device_is_drawn() -> None:
