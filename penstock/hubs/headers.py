@@ -23,14 +23,13 @@ from penstock.hubs.where import Tell, Where
 from penstock.models.gguf import ROPE_TABLES
 from penstock.store.files import Output, parse_json, storage_errors
 from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_header, walk_gguf_header
+from penstock.store.gguf.model import MAX_TABLE_BYTES
 from penstock.store.header import MAX_HEADER_BYTES as MAX_SAFETENSORS_HEADER_BYTES
-from penstock.store.manifest import CONFIG
-from penstock.store.packed import MAX_CONFIG_BYTES
+from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
 from penstock.store.temporary import temporary_folder
 from penstock.units import format_bytes
 
 _TOKENIZER = "tokenizer.json"
-_MAX_TABLE_BYTES = 1 << 16
 _FIRST_READ_BYTES = 1 << 16
 # Of the list of tensors of another file: it may begin so much before or behind that of the first.
 _SLACK_BYTES = 1 << 16
@@ -154,7 +153,7 @@ class _Stub:
             tables = {}
             for name in ROPE_TABLES & header.tensors.keys():
                 tensor = header.tensors[name]
-                tables[name] = self._read(file, tensor.offset, tensor.offset + min(tensor.nbytes, _MAX_TABLE_BYTES))
+                tables[name] = self._read(file, tensor.offset, tensor.offset + min(tensor.nbytes, MAX_TABLE_BYTES))
             first_reads.append(_Read(bytes(ahead.content), header, tables))
             self._write_gguf(file, first_reads[-1])
         return first_reads[0]

@@ -18,11 +18,10 @@ from penstock.store import pooling
 from penstock.store.files import MAX_COPIED_BYTES, parse_json
 from penstock.store.gguf.files import files_of, name_of
 from penstock.store.header import quoted
+from penstock.store.index import INDEX, MAX_INDEX_BYTES, SINGLE, weight_map
 from penstock.store.manifest import CONFIG, COPIED
 from penstock.units import format_bytes
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000
 # Of one file. The largest known have some 50 GB.
 MAX_FILE_BYTES = 1 << 45
 MAX_FILES = 50_000
@@ -191,10 +190,7 @@ def _folder(listing: Listing, weights: list[str], read_index: Callable[[RemoteFi
     if index.nbytes > MAX_INDEX_BYTES:
         raise BrokenModel(f"{listing.repo}: {INDEX} has {index.nbytes} bytes; at most {MAX_INDEX_BYTES} make sense")
     where = Path(listing.repo) / INDEX
-    shards = parse_json(read_index(index), where).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise BrokenModel(f"{where}: weight_map should map tensor names to file names")
-    names = sorted(set(shards.values()))
+    names = sorted(set(weight_map(parse_json(read_index(index), where), where).values()))
     for shard in names:
         if "/" in shard or shard not in listing.files:
             raise BrokenModel(f"{where} names {quoted(shard)}, which the repository does not have")

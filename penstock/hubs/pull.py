@@ -8,12 +8,13 @@ from pathlib import Path
 
 from penstock.errors import PenstockError, StorageFailed
 from penstock.hubs.headers import stand_in
-from penstock.hubs.listing import COMMIT, INDEX, SINGLE, Choice, Listing, RemoteFile, Several, choose, local_files
+from penstock.hubs.listing import COMMIT, Choice, Listing, RemoteFile, Several, choose, local_files
 from penstock.hubs.names import HubName, quantisation_of
 from penstock.hubs.transfer import Repository, fetch
 from penstock.hubs.web import Hub
 from penstock.hubs.where import Tell, Where
 from penstock.store.files import load, read_bytes
+from penstock.store.index import INDEX, SINGLE
 from penstock.units import format_bytes
 
 # Without one of these no text can be read. A tool that wanted the weights alone leaves them away.

@@ -27,14 +27,11 @@ from penstock.store.files import open_regular, read_json, storage_errors
 from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import TensorInfo, quoted, read_header
-from penstock.store.manifest import CONFIG
+from penstock.store.index import INDEX, MAX_INDEX_BYTES, SINGLE, weight_map
+from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
 from penstock.store.mxfp4 import joined, paired, turned
 from penstock.store.quantised import DTYPES, Pieces, combine, order_of, require_order, rows_of
 from penstock.units import MIB, round_up
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000
-MAX_CONFIG_BYTES = 16_000_000
 
 # numpy has no bfloat16: its bits are held as uint16.
 RAW_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -373,15 +370,13 @@ def _only_file(folder: Path) -> Path | None:
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name → file name. Raises BrokenModel where a file is missing."""
     index = folder / INDEX
-    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise BrokenModel(f"{index}: weight_map should map tensor names to file names")
-    for name in sorted(set(weight_map.values())):
+    files = weight_map(read_json(index, MAX_INDEX_BYTES), index)
+    for name in sorted(set(files.values())):
         if name != Path(name).name:  # "../../elsewhere" is no shard of this checkpoint
             raise BrokenModel(f"{index} names {quoted(name)}, which is no plain file name")
         if not (folder / name).exists():
             raise BrokenModel(f"{index} names {quoted(name)}, which is missing")
-    return weight_map
+    return files
 
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:

@@ -20,11 +20,12 @@ import numpy as np
 from penstock import _native
 from penstock.spec.format import Format
 from penstock.spec.parts import Part
-from penstock.store.checkpoint import INDEX, weight_files
+from penstock.store.checkpoint import weight_files
 from penstock.store.direct import STAGE_BYTES
 from penstock.store.files import MAX_COPIED_BYTES, read_bytes, reading, require_regular
 from penstock.store.gguf.files import files_of
 from penstock.store.gguf.header import is_gguf
+from penstock.store.index import INDEX
 from penstock.store.manifest import CONFIG, COPIED, SUM_BYTES
 from penstock.store.pack import opened, threads
 from penstock.store.packed import Packed, open_packed

@@ -37,7 +37,7 @@ from penstock.units import round_up
 
 SCHEMA, VERSION, UNCHECKED_VERSION = "penstock.packed", 3, 2
 FILE = "penstock.json"
-CONFIG = "config.json"
+CONFIG, MAX_CONFIG_BYTES = "config.json", 16_000_000
 SUMS = "penstock.sums"
 # What may be kept beside a packed model: what a text was seen to ask of it, and predictors of who fires.
 PROFILE, PREDICTORS = "profile.json", "predictors.safetensors"

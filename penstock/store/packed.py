@@ -27,11 +27,20 @@ from penstock.store.gguf.files import Gguf, open_gguf
 from penstock.store.gguf.header import is_gguf
 from penstock.store.gguf.model import read_gguf_config
 from penstock.store.header import quoted, read_header
-from penstock.store.manifest import AGAIN, CONFIG, COPIED, SHARD_NAME, SUM_BYTES, SUMS, Manifest, PackedFile, PackedPart
+from penstock.store.manifest import (
+    AGAIN,
+    CONFIG,
+    COPIED,
+    MAX_CONFIG_BYTES,
+    SHARD_NAME,
+    SUM_BYTES,
+    SUMS,
+    Manifest,
+    PackedFile,
+    PackedPart,
+)
 
 T = TypeVar("T")
-
-MAX_CONFIG_BYTES = 16_000_000
 
 # Bytes of memory that the tokenizer takes at its peak, per byte of tokenizer.json. BPE files of 65 k to 256 k entries
 # took 9 to 19 (270 for each string in them, however the JSON is laid out), one without any white space 23.

@@ -30,8 +30,8 @@ from penstock.spec.format import TILE_ROWS, Format
 from penstock.spec.model import RELUS, ModelSpec
 from penstock.spec.parts import Block, Part, parts
 from penstock.store.files import read_bytes
-from penstock.store.manifest import CONFIG
-from penstock.store.packed import MAX_CONFIG_BYTES, read_config
+from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
+from penstock.store.packed import read_config
 from penstock.store.quantize import decode, decode_rows, encode, encode_rows, fields, row_view, words
 from penstock.store.random_blocks import fill_blocks
 from penstock.store.writer import SHARD_BYTES, Progress, write_packed

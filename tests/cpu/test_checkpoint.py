@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
 from penstock.store import checkpoint as checkpoint_module
-from penstock.store.checkpoint import INDEX, Checkpoint
+from penstock.store.checkpoint import Checkpoint
 from penstock.store.header import DTYPE_BITS, TensorInfo, parse_header, read_header
+from penstock.store.index import INDEX
 from tests.cpu.checkpoints import Array, save_tensors
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BrokenModel
 from penstock.models import model_types
-from penstock.store.checkpoint import INDEX
+from penstock.store.index import INDEX
 from penstock.store.pack import pack
 from penstock.store.packed import open_packed
 from tests.cpu.checkpoints import (

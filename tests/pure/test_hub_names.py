@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadRequest, BrokenModel, PenstockError
-from penstock.hubs.listing import INDEX, Choice, Listing, RemoteFile, choose, parse_listing
+from penstock.hubs.listing import Choice, Listing, RemoteFile, choose, parse_listing
 from penstock.hubs.names import HubName, hub_name, is_plain, quantisation_of
+from penstock.store.index import INDEX
 
 COMMIT = "0" * 40
 

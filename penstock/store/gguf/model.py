@@ -15,7 +15,7 @@ from penstock.store.gguf.tokenizer import text_files
 from penstock.store.header import KINDS, TensorInfo, quoted
 
 _MAX_LIST = 4096  # values of a list that a config may need: one for each layer
-_MAX_TABLE_BYTES = 1 << 16
+MAX_TABLE_BYTES = 1 << 16
 
 # general.file_type: what llama.cpp's quantiser was asked for. It names the mixture of formats in a file.
 _FILE_TYPES = {
@@ -58,9 +58,9 @@ def _plain(value: Value) -> Any:
 
 def _table(tensor: TensorInfo) -> list[float]:
     """The numbers of a small tensor. Raises BrokenModel where it is not small, or not float32."""
-    if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.nbytes > _MAX_TABLE_BYTES:
+    if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.nbytes > MAX_TABLE_BYTES:
         raise BrokenModel(
-            f"{tensor.file}: tensor {quoted(tensor.name)} should be a list of up to {_MAX_TABLE_BYTES // 4} numbers in"
+            f"{tensor.file}: tensor {quoted(tensor.name)} should be a list of up to {MAX_TABLE_BYTES // 4} numbers in"
             f" F32, not {tensor.dtype} {list(tensor.shape)}"
         )
     with reading(tensor.file), os.fdopen(open_regular(tensor.file), "rb", buffering=0) as stream:
