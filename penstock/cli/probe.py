@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from penstock.spec.machine import MachineSpec
 
 _BUSY = 0.5  # if the load of the last minute is beyond this share of all CPUs, the user is told
-_GOOD_R2 = 0.95
 _LARGE, _SMALL = 4 << 20, 64 << 10  # bytes of a read of the disk
 
 
@@ -134,7 +133,9 @@ def _stacked(boxes: tuple[tuple[str, str, str], ...], wires: tuple[tuple[str, st
 
 def _unsettled(machine: MachineSpec) -> str:
     """Which figures swung from one measurement to the next, by their lanes and ops."""
-    swung = [rate for rate in machine.rates if rate.r2 < _GOOD_R2]
+    from penstock.runtime.fit import GOOD_R2
+
+    swung = [rate for rate in machine.rates if rate.r2 < GOOD_R2]
     if not swung:
         return "every figure lay on its line"
     named = sorted({f"{rate.op} in {rate.format}" if rate.lane == CPU else str(rate.lane) for rate in swung})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.graph.ops import Copy, Experts, Ffn, KvMove, Operands, Pick
+from penstock.graph.ops import PRODUCTS, Copy, Experts, Ffn, KvMove, Operands, Pick
 from penstock.graph.tasks import Call, Task, link_lane
 from penstock.spec.format import Kinds, Share
 from penstock.spec.machine import KV_IN_FLIGHT, PICKS_IN_FLIGHT, Figure, MachineSpec, Rate
@@ -31,7 +31,6 @@ _MANY_ROWS = 64  # a call with so many rows is bound by its flops
 # A product of many rows reads and writes its sums, and rounds activations, in each call anew, so its begin grows with
 # its rows: an FFN's took 0.2, 0.46, 0.9 and 1.5 ms with 64, 128, 256 and 512 (docs/LOG.md, 2026-11-28). The probe's
 # lines for many rows have one begin, which is that of so many rows in the mean. By the most rows of a line, 0 for all.
-_PRODUCTS = ("qkv", "out", "ffn", "head")
 _BEGIN_ROWS = {64: 40, 0: 384}
 
 _NO_TIME_S = 1e-300
@@ -122,7 +121,7 @@ class Cost:
 
     def products_bytes_per_s(self, lane: Lane, formats: Iterable[str]) -> float:
         """The speed of the fastest product of one row in any of these formats; infinite without formats."""
-        return max((self.bytes_per_s(lane, op, fmt) for op in _PRODUCTS for fmt in formats), default=math.inf)
+        return max((self.bytes_per_s(lane, op, fmt) for op in PRODUCTS for fmt in formats), default=math.inf)
 
     def bytes_in(self, seconds: float, lane: Lane, op: str, fmt: str) -> float:
         """Bytes that large calls of an op move in so many seconds, if no other lane is busy."""
@@ -215,7 +214,7 @@ class Cost:
 
 def _begun(rate: Rate, op: str, rows: int) -> Rate:
     """The rate with the begin of a call of so many rows."""
-    if rate.lane != CPU or op not in _PRODUCTS or rate.op != op or rate.rows not in _BEGIN_ROWS:
+    if rate.lane != CPU or op not in PRODUCTS or rate.op != op or rate.rows not in _BEGIN_ROWS:
         return rate
     return replace(rate, alpha_s=rate.alpha_s * rows / _BEGIN_ROWS[rate.rows])
 

@@ -21,6 +21,7 @@ import numpy as np
 from penstock.graph import passes
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import PRODUCTS
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Pass, Task
 from penstock.kernels import cpu
@@ -153,6 +154,6 @@ def _measure(
     calls = {call.op: call for call in task.calls}
     for op, times in seconds_by_op.items():
         call = calls[op]
-        peak_per_s = peak[integer and op in ("qkv", "out", "ffn", "head")]
+        peak_per_s = peak[integer and op in PRODUCTS]
         bound_s = max(call.bytes / ram, call.flops / peak_per_s)
         yield OpTime(op, kinds_name(call.format), t, context, statistics.median(times), call.bytes, call.flops, bound_s)

@@ -21,7 +21,7 @@ from penstock import _native
 from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
-from penstock.graph.ops import LayerOp
+from penstock.graph.ops import PRODUCTS, LayerOp
 from penstock.graph.resident import resident_plan
 from penstock.graph.tasks import Call, Pass
 from penstock.runtime.arena import Arenas
@@ -47,17 +47,16 @@ _FEW = tuple((rows,) for rows in FEW_ROWS)
 # Each comes once before any comes again but the few rows: a format whose time is short has all its figures then.
 _TURNS = (*_FEW, _SOME_ROWS, _MANY_ROWS, *_FEW, *_FEW, _SOME_ROWS, *_FEW, _MANY_ROWS, *_FEW)
 _AGAIN = 2  # times that an op whose times lie on no line is timed again
-_CONTEXT = 2048
+CONTEXT = 2048
 # (rows, position of the first) of the calls of attention that are timed
-ONE_ROW_TIMED = tuple((1, start) for start in (255, 1023, _CONTEXT - 1))
-MANY_ROWS_TIMED = tuple((_MANY_ROWS[-1], start) for start in (0, _CONTEXT - _MANY_ROWS[-1]))
+ONE_ROW_TIMED = tuple((1, start) for start in (255, 1023, CONTEXT - 1))
+MANY_ROWS_TIMED = tuple((_MANY_ROWS[-1], start) for start in (0, CONTEXT - _MANY_ROWS[-1]))
 _WIDTH, _INTEGER_WIDTH, _NEURONS, _VOCAB, _MOST_LAYERS = 2048, 4096, 4096, 8192, 16
 _KV_WIDTH, _MOST_KV_LAYERS, HEAD_DIM = 256, 32, 128
 _LOGITS_ROWS = 64
 _OUTLIER = 3  # calls that took so many times the median were not computing
 _WAITS_FOR_RAM = 0.75  # a product that reads its weights at so much of the RAM's speed waits for the RAM alone
 _MANY_LAYERS = 2  # that many rows are timed on
-PRODUCTS = ("qkv", "out", "ffn", "head")
 ROW_OPS = ("gather", "embed", "norm", "merge")
 
 
@@ -183,7 +182,7 @@ class Layers:
 
     def _points(self, ops: Sequence[str], rows: Sequence[int], over: str) -> dict[str, Points]:
         """For each op its seconds over `over`, "bytes" or "flops". All ops are timed together."""
-        timed = [t for n in rows for t in self.time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
+        timed = [t for n in rows for t in self.time(n, 0 if n > 1 else CONTEXT // 2, ops)]
         return {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
 
     def _again(
@@ -326,10 +325,10 @@ def _plan(width: int, layers: int, weights: Format, kv: Format) -> Plan:
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=Rope(1e4, head_dim))
     layer = Layer(attention, FfnSpec(width if width == _KV_WIDTH else _NEURONS, "silu", True))
     spec = ModelSpec(
-        "llama", "float32", _VOCAB, width, width, _CONTEXT, (layer,) * layers, NormSpec("rms", 1e-5), True, True
+        "llama", "float32", _VOCAB, width, width, CONTEXT, (layer,) * layers, NormSpec("rms", 1e-5), True, True
     )
     whole = resident_plan(
-        spec, weights, kv=kv, context=_CONTEXT, rows=_MANY_ROWS[-1], logits_rows=_LOGITS_ROWS, page_tokens=256
+        spec, weights, kv=kv, context=CONTEXT, rows=_MANY_ROWS[-1], logits_rows=_LOGITS_ROWS, page_tokens=256
     )
     units: list[Unit] = []
     for unit in whole.units:  # each is cut into an eighth, a quarter and the rest

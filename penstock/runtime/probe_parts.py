@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS
+from penstock.graph.ops import PRODUCTS
+from penstock.runtime.probe_ops import ROW_OPS
 from penstock.spec.machine import Rate, Reads, Sharing
 from penstock.spec.places import is_disk, reads_disk
 

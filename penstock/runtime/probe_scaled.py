@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import penstock
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS
+from penstock.graph.ops import PRODUCTS
+from penstock.runtime.probe_ops import ROW_OPS
 from penstock.spec import machine as machines
 from penstock.spec.machine import MachineSpec, Rate
 from penstock.spec.places import is_disk

@@ -36,7 +36,7 @@ def measured() -> MachineSpec:
     with pytest.MonkeyPatch.context() as smaller:
         smaller.setattr(cuda_probe, "probe_plan", lambda weights, kv, *_: probe_ops._plan(256, 1, weights, kv))
         smaller.setattr(cuda_probe, "_ROWS", ((1,), (8,), (64, 128)))
-        smaller.setattr(cuda_probe, "_CONTEXT", 256)
+        smaller.setattr(cuda_probe, "CONTEXT", 256)
         smaller.setattr(probe_ops, "ONE_ROW_TIMED", ((1, 63), (1, 255)))
         smaller.setattr(probe_ops, "MANY_ROWS_TIMED", ((128, 0), (128, 128)))
         figures = probe_device(

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from penstock.graph.ops import PRODUCTS
 from penstock.runtime import probe_ops, probe_stages
 from penstock.runtime.native_kernels import native
-from penstock.runtime.probe_ops import PRODUCTS, Layers, Points, by_usual_ram
+from penstock.runtime.probe_ops import Layers, Points, by_usual_ram
 from penstock.spec.format import DEFAULT_GROUP, Format
 
 GB = 1e9

@@ -21,6 +21,7 @@ from penstock.graph.ops.definitions import (
     FFN_BLOCKS,
     OUT_BLOCKS,
     PREDICTOR_BLOCKS,
+    PRODUCTS,
     QKV_BLOCKS,
     ROUTER_BLOCKS,
     TOLERANCES,
@@ -55,7 +56,8 @@ from penstock.graph.ops.definitions import (
 from penstock.graph.ops.operand import Operand, Slot, operands_of
 
 __all__ = [
-    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "QKV_BLOCKS", "ROUTER_BLOCKS", "VOCAB_BLOCKS",
+    "FFN_BLOCKS", "NAMES", "OPS", "OUT_BLOCKS", "PREDICTOR_BLOCKS", "PRODUCTS", "QKV_BLOCKS", "ROUTER_BLOCKS",
+    "VOCAB_BLOCKS",
     "Append", "Attend", "Combine", "Copy", "Embed", "Experts", "Fetch", "Ffn", "Fire", "Gate", "Gather", "Head",
     "KvLoad", "KvMove", "KvSave", "LayerOp", "Lift", "Load", "Merge", "Norm", "Op", "Operands", "Order", "Out",
     "Pick", "Predict", "Qkv", "Recall", "Route", "Slot", "Sync", "WithUnit", "active_cost", "attend_cost",

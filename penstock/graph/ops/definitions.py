@@ -36,6 +36,7 @@ FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
 PREDICTOR_BLOCKS = ("hidden", "neurons", "hidden_bias", "neurons_bias")
 ROUTER_BLOCKS = ("scores", "bias", "shared_gate")
 VOCAB_BLOCKS = ("rows",)
+PRODUCTS = ("qkv", "out", "ffn", "head")  # ops that multiply all rows by a unit's matrices
 
 # -- the model's ends -------------------------------------------------------------------------------
 

@@ -17,24 +17,23 @@ from torch import Tensor
 from penstock.graph.arenas import with_arenas
 from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.ops import PRODUCTS
 from penstock.graph.tasks import Call, Pass
 from penstock.kernels.gpu.choose import choose
 from penstock.runtime.device.cuda.bind import TorchBinding
 from penstock.runtime.fit import Fit, Tell, fit, fit_well
-from penstock.runtime.probe_ops import PRODUCTS, ROW_OPS, TimedOp, attention_rates, probe_plan, some_numbers
+from penstock.runtime.probe_ops import CONTEXT, FORMATS, ROW_OPS, TimedOp, attention_rates, probe_plan, some_numbers
 from penstock.spec.format import DEFAULT_GROUP, Format, parse_format
 from penstock.spec.machine import Rate
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import KIB, MIB
 
-FORMATS = ("int4", "int8", "float16", "bfloat16", "float32")
 KV_FORMATS = ("float16", "int8", "int4")
 _COPIES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _ROWS = ((1,), (8,), (32,), (64, 128), (256, 512))
 _MOST_BYTES = 2 << 30  # of weights at a time: several times what the cache of a large card holds
 _SYNC_BYTES = 16 * KIB  # PIPO's T_sync
-_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class _Layers:
 
     def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         """For each op a line of seconds over `over`, "bytes" or "flops"."""
-        timed = [t for n in rows for t in self._time(n, 0 if n > 1 else _CONTEXT // 2, ops)]
+        timed = [t for n in rows for t in self._time(n, 0 if n > 1 else CONTEXT // 2, ops)]
         lines = {op: fit([(getattr(t, over), t.seconds) for t in timed if t.op == op]) for op in ops}
         for op, line in lines.items():
             if line.r2 < 0.9:
@@ -230,7 +229,7 @@ class _Layers:
 
     def launch_s(self) -> float:
         """Seconds per call that the CPU takes to launch the calls of a step one by one."""
-        batch = Batch(0, (0,), (_CONTEXT // 2,), (1,), (0,))
+        batch = Batch(0, (0,), (CONTEXT // 2,), (1,), (0,))
         tasks = [t for t in Lowering(self.plan).step(Pass("decode", (batch,), None)) if t.lanes[0] == GPU.kernels]
         self._binding.begin()
         for task in tasks:
