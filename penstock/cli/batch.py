@@ -263,7 +263,7 @@ def _here(job: _Job, surveyed: Survey, plan: Plan | None, quiet: bool) -> dict[s
                 ask, surveyed, job.source.model(not job.machine.no_verify), loading(job.machine, **with_source), tell
             )
     with loaded(job.source, ask, job.machine, plan, **beside, copy="beside") as engine:
-        places = engine.plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+        places = engine.plan.at_once(ask.batch, ask.sequence_tokens)
         with progress() as tell:
             foretold = foretell(engine.plan, engine.prediction, ask, engine.machine, surveyed.todo, tell)
         takes = format_seconds(foretold.seconds)

@@ -53,7 +53,7 @@ class ServeWorkload(SharedWorkload):
 
     def ask(self, machine: Machine, prompt_tokens: int = 64, output_tokens: int = 64) -> Ask:
         ask = super().ask(machine, prompt_tokens, output_tokens)
-        return replace(ask, kv_tokens=ask.kv_tokens or ask.batch * (ask.prompt_tokens + ask.output_tokens))
+        return replace(ask, kv_tokens=ask.kv_tokens or ask.batch * ask.sequence_tokens)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def serve(
     first = load(next(iter(paths)))
     engine = first.service.engine
     context, speed = engine.plan.context, engine.prediction.decode_tokens_per_s
-    sequences = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
+    sequences = engine.plan.at_once(engine.ask.batch, engine.ask.sequence_tokens)
     shelf = Shelf(first, {called: partial(load, called) for called in paths}, serving.queue)
     del first, engine  # this model may give its place to another one
 

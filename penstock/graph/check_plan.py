@@ -326,7 +326,7 @@ def _check_pages(layout: Layout) -> None:
 def _check_cover(name: str, homes: Iterable[KvHome] | Iterable[ActHome], plan: Plan) -> None:
     """The homes cover the layers one after the other. Each has all sequences, since a batch may mix any of them.
     `name`: KV or activations."""
-    layers, seqs = len(plan.target.spec.layers), plan.batches_per_pass * plan.batch_seqs
+    layers, seqs = len(plan.target.spec.layers), plan.sequences
     start = 0
     for home in homes:
         if home.layers[0] != start or not start < home.layers[1] <= layers:

@@ -34,7 +34,7 @@ class KvLayout:
         self.plan, self._take = plan, take
         self.page_group = self._page_group()
         self.pages_per_seq = round_up(-(-plan.context // plan.page_tokens), self.page_group)
-        self.pages = plan.kv_pages or plan.batch_seqs * plan.batches_per_pass * self.pages_per_seq
+        self.pages = plan.kv_pages or plan.sequences * self.pages_per_seq
         self.copies = all(home.home == HOST for home in plan.kv)
         self._pools = self._place_pools()
         self.windows: list[Slot] = []

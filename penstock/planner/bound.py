@@ -69,7 +69,7 @@ def reads_bytes(plan: Plan, ask: Ask) -> int:
 
 def sequences(plan: Plan, ask: Ask) -> int:
     """How many of the sequences that were asked for go through one pass of the plan."""
-    return plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    return plan.at_once(ask.batch, ask.sequence_tokens)
 
 
 def _score_s(total_s: float, plan: Plan, ask: Ask) -> float:

@@ -105,7 +105,7 @@ def needed_bytes(plan: Plan, ask: Ask) -> tuple[Counter[Executor], Counter[Execu
     tokens = half_way(plan, ask).batches[0].start[0]
     values = (1 + plan.value_share) / 2  # of sparse attention, all of K and a share of V
     for home in plan.kv:
-        share = (home.seqs[1] - home.seqs[0]) / (plan.batch_seqs * plan.batches_per_pass)
+        share = (home.seqs[1] - home.seqs[0]) / plan.sequences
         for layer in spec.layers[slice(*home.layers)]:
             a = layer.attention
             seen = min(tokens, a.window or tokens)

@@ -50,7 +50,7 @@ def decode_pass(plan: Plan, ask: Ask, machine: MachineSpec) -> DecodePass:
     for the next one."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost), Replay(plan)
-    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
+    seqs = tuple(range(plan.at_once(ask.batch, ask.sequence_tokens)))
     position = min(ask.prompt_tokens + ask.output_tokens // 2, plan.context - 1)
     step = passes.decode(plan, seqs, (position,) * len(seqs), passes.DECODE)
     tasks: dict[int, Task] = {}

@@ -35,7 +35,7 @@ class MeasuredPace:
         self.rows = rows
         self.reason: str | None = None
         self._least, self._most = _range(plan, rows)
-        self._speaking = max(1.0, _BUSY_SHARE * (plan.batch_seqs * plan.batches_per_pass - 1))
+        self._speaking = max(1.0, _BUSY_SHARE * (plan.sequences - 1))
         # Seconds by the number of answers: of the latest passes without prompts, and of passes with `rows` rows of
         # prompts since this number was chosen.
         self._alone: dict[int, deque[float]] = {}

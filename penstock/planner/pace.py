@@ -48,7 +48,7 @@ def pace(plan: Plan, machine: MachineSpec) -> Pace:
     half-way through their context, or have half of their share of the pages."""
     plan = short(plan)
     most = max(plan.chunk_rows, plan.batch_seqs)
-    speaking = plan.batch_seqs * plan.batches_per_pass - 1
+    speaking = plan.sequences - 1
     if not speaking:
         return Pace(most, 1.0, f"one sequence at a time: prompts are read {most} tokens a pass")
     gap_s = pass_s(plan, machine, speaking, 0)

@@ -68,7 +68,7 @@ def in_blocks(
         ("KV", tier): sum(kv.layers[1] - kv.layers[0] for kv in plan.kv if kv.home == tier) / layers for tier in tiers
     }  # fmt: skip
     where = " · ".join(f"{what} {share:.0%} {_PLACES[tier]}" for (what, tier), share in shares.items() if share > 0)
-    block = plan.batch_seqs * plan.batches_per_pass
+    block = plan.sequences
     rounds, placed_bytes = -(-asked // block), sum(parts[key].nbytes for key in placed)
     return (
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"

@@ -90,7 +90,7 @@ class PassTimes:
         return all_longer / all_weight if all_weight else 1.0
 
     def _predicted(self, speaking: int, prompt_rows: int) -> float:
-        most = self._plan.batch_seqs * self._plan.batches_per_pass
+        most = self._plan.sequences
         speaking = min(speaking, most - (prompt_rows > 0))
         if not speaking and not prompt_rows:
             return 0.0
@@ -124,7 +124,7 @@ def pass_s(plan: Plan, machine: MachineSpec, speaking: int, prompt_rows: int, mi
     their context, or have half of their share of the pages."""
     lowering, simulator, replay = Lowering(plan), Simulator(Cost(machine)), Replay(plan)
     pause_s = Cost(machine).between_passes_s
-    share = plan.kv_pages * plan.page_tokens // (plan.batch_seqs * plan.batches_per_pass)
+    share = plan.kv_pages * plan.page_tokens // plan.sequences
     position = max(0, min((share or plan.context) // 2, plan.context - prompt_rows))
     p = passes.decode(plan, range(speaking), (position,) * speaking, passes.DECODE)
     if speaking:

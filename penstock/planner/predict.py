@@ -236,7 +236,7 @@ def half_way(plan: Plan, ask: Ask) -> Pass:
 def _wanted(plan: Plan, ask: Ask) -> tuple[tuple[int, ...], list[tuple[Pass, int]], Pass]:
     """(sequences, passes that read the prompts with how many each stands for, a decode pass half-way through the
     output)."""
-    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
+    seqs = tuple(range(plan.at_once(ask.batch, ask.sequence_tokens)))
     prompts, step = answer_passes(plan, ask, seqs)
     return seqs, list(_sampled(prompts)), step
 

@@ -48,9 +48,9 @@ def guests(plan: Plan, ask: Ask) -> str:
     """A sentence about units that stay in KV pages."""
     nbytes = sum(guest.slot.nbytes for guest in Layout(plan).guests.values())
     stays = f"up to {format_bytes(nbytes)} of what streams stays in KV pages as long as no sequence has them"
-    if plan.batch_seqs * plan.batches_per_pass > 1:
+    if plan.sequences > 1:
         return f"{stays}; what is predicted is of full pages"
-    tokens = ask.prompt_tokens + ask.output_tokens
+    tokens = ask.sequence_tokens
     return f"{stays}: what is predicted is of {tokens} tokens, and more of them slow it down bit by bit"
 
 
@@ -87,7 +87,7 @@ def shared_pages(plan: Plan) -> tuple[str, ...]:
     """A sentence about pages that sequences share, if they do."""
     if not plan.kv_pages:
         return ()
-    seqs, layout = plan.batch_seqs * plan.batches_per_pass, Layout(plan)
+    seqs, layout = plan.sequences, Layout(plan)
     tokens = plan.kv_pages * plan.page_tokens
     pool_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
     whole_bytes = pool_bytes // plan.kv_pages * seqs * layout.kv.pages_per_seq

@@ -357,7 +357,7 @@ def further_on(
     if plan is not None and not any(unit.asked for unit in plan.units):
         there = staying(plan, ask)
         moved_bytes = sum(streamed(plan, True, without=there).values()) + kv_moved(plan, ask, from_disk=True)
-        seqs = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+        seqs = plan.at_once(ask.batch, ask.sequence_tokens)
         fetched = 0 if gathers(plan) else plan.parts["embed"].granule_bytes
         disk_bytes = moved_bytes / seqs + fetched + loaded_bytes
     tiers = dict.fromkeys(tier for _, far in further for tier in far.tier_bytes)

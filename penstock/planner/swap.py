@@ -28,7 +28,7 @@ def swap(plan: Plan, machine: MachineSpec, times: PassTimes, prompt_rows: int) -
     # KV that lies on a disk is read and written there once more each way.
     nbytes = sum(slot.nbytes * (2 if is_disk(slot.arena) else 1) for slot in slots)
     stored_s = sum(cost.call_s(lane, "load", "*", nbytes=nbytes) for lane in (DISK.writes, DISK.reads))
-    others = plan.batch_seqs * plan.batches_per_pass - 1
+    others = plan.sequences - 1
     rows = max(1, min(prompt_rows, tokens))
     if others:
         computed_s = (times.seconds(others, rows) - times.seconds(others, 0)) * tokens / rows

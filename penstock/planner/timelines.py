@@ -23,7 +23,7 @@ def timelines(
     has no pass: it is of the loads that are then still under way. `trace`: what routers say; None: `routing.stated`."""
     cost = Cost(machine)
     lowering, simulator, replay = Lowering(plan), Simulator(cost, plan.units), Replay(plan, trace)
-    seqs = tuple(range(plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)))
+    seqs = tuple(range(plan.at_once(ask.batch, ask.sequence_tokens)))
     prompt = max(1, min(ask.prompt_tokens, plan.context - 1))
     wanted = list(passes.prompts(plan, seqs, (prompt,) * len(seqs), passes.DECODE))
     last = min(prompt + min(ask.output_tokens - 1, most_tokens), plan.context)

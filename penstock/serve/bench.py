@@ -51,7 +51,7 @@ def bench(
     """Warms up and measures. `threads`: that measure the ceilings. Raises BadRequest where the lengths do not fit the
     context or a single token is asked for, and StorageFailed."""
     tell = on_progress or (lambda text, done, total: None)
-    at_once = engine.plan.batch_seqs * engine.plan.batches_per_pass
+    at_once = engine.plan.sequences
     ask = replace(engine.ask, context=engine.plan.context, batch=min(engine.ask.batch, at_once))
     ask = _lengths(engine, ask, wanted)
     file = max(engine.packed.files, key=lambda path: path.stat().st_size) if _streams(engine.plan) else None
@@ -61,7 +61,7 @@ def bench(
     params = SamplingParams(max_tokens=ask.output_tokens, temperature=0.0, ignore_eos=True)
     engine.session.watchers.append(decoding.watch)
     try:
-        start_s, repeat_tokens = time.perf_counter(), ask.batch * (ask.prompt_tokens + ask.output_tokens)
+        start_s, repeat_tokens = time.perf_counter(), ask.batch * ask.sequence_tokens
         while len(answers) < wanted.repeats:
             tell("measuring tokens", len(answers) * repeat_tokens, wanted.repeats * repeat_tokens)
             answers.append(engine.generate(_prompts(engine, ask.prompt_tokens, ask.batch, len(answers)), params))

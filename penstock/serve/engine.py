@@ -289,7 +289,7 @@ class Engine:
         holds an open stream; DamagedModel, StorageFailed and DeviceFailed from passes; BrokenModel for logits that are
         not finite."""
         layout = self.session.lowering.layout  # where sequences share pages, each gets a whole context here
-        at_once = min(self.plan.batch_seqs * self.plan.batches_per_pass, layout.kv.pages // layout.kv.pages_per_seq)
+        at_once = min(self.plan.sequences, layout.kv.pages // layout.kv.pages_per_seq)
         answers: list[Generation] = []
         with self._turns.turn():
             for lo in range(0, len(prompts), at_once):

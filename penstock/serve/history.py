@@ -45,7 +45,7 @@ _KEPT, _RECENT = 500, 50  # runs in a file; alike runs that a band comes from
 _LEAST_STEPS = 4  # decode passes of a run that is kept
 _MOST_STEPS = 1 << 31  # of one that a damaged file may hold
 _ENOUGH_RUNS = 3
-_LEAST_RAM_BYTES = 64 * MIB  # that a pass reads: twice a large L3 cache
+LEAST_RAM_BYTES = 64 * MIB  # twice a large L3 cache: less tells nothing of the RAM
 # Factors of a band. The least is for predictions that were all right, since machines drift by as much in an hour.
 # Beyond the most a band says nothing any more.
 _LEAST, _MOST = 1.1, 100.0
@@ -129,7 +129,7 @@ def cached(phase: Phase, s_per_byte: float) -> bool:
     figure, share = phase.dominant.figure, phase.dominant.share
     if (figure.lane, figure.term) != (CPU, "s_per_byte"):
         return False
-    return share * phase.predicted_s / (s_per_byte * phase.taken) < _LEAST_RAM_BYTES
+    return share * phase.predicted_s / (s_per_byte * phase.taken) < LEAST_RAM_BYTES
 
 
 def figures_id(machine: MachineSpec) -> str:
@@ -151,7 +151,7 @@ def plan_hash(plan: Plan) -> str:
 
 def step_s(prediction: Prediction, plan: Plan, batch: int) -> float:
     """Predicted seconds of a decode pass of `batch` sequences, or of as many as the plan has at once."""
-    return min(batch, plan.batch_seqs * plan.batches_per_pass) / prediction.decode_tokens_per_s
+    return min(batch, plan.sequences) / prediction.decode_tokens_per_s
 
 
 def history_file(machine_file: Path) -> Path:

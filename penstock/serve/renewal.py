@@ -22,6 +22,7 @@ from penstock.planner.routing import RouterTrace
 from penstock.planner.shorten import quick
 from penstock.runtime.device import uses_device
 from penstock.runtime.reread import Read
+from penstock.serve.history import LEAST_RAM_BYTES
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
@@ -34,7 +35,6 @@ from penstock.units import MIB, format_rate, format_seconds
 # reading goes on until it had so many seconds: a tenth of a second measures a burst. By loading alone, promises were
 # 18 % off at the median and 62 % at worst, and after half a second of reading 6 and 16 %.
 _LEAST_READ_BYTES, _LEAST_READ_S = 64 * MIB, 0.5
-_LEAST_RAM_BYTES = 64 * MIB  # twice a large L3 cache
 # RAM that seems slower is read so many times more, 20 ms each, and the best of them counts. On a shared machine one
 # such reading gave 0.6 of the speed that the run then had.
 _MORE_RAM = 3
@@ -138,10 +138,10 @@ def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
         shifts.append(Shift(_DISK, read.bytes / foretold_s, read.bytes_per_s, read.swing))
     resident, foretold = session.read_resident(), _foretold_ram(session.plan, cost)
     for _ in range(_MORE_RAM):
-        if resident.bytes < _LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:
+        if resident.bytes < LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:
             break
         resident = max(resident, session.read_resident(), key=lambda read: read.bytes_per_s)
-    if resident.bytes >= _LEAST_RAM_BYTES and resident.seconds > 0:
+    if resident.bytes >= LEAST_RAM_BYTES and resident.seconds > 0:
         shifts.append(Shift(_RAM, foretold, resident.bytes_per_s))
     return tuple(shifts)
 

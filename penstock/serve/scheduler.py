@@ -72,7 +72,7 @@ class Scheduler:
         tokens, copies = plan.page_tokens * self._group, layout.kv.copies
         most_kept = KEPT_PASSES if plan.guests else None
         self.pages = Pages(layout.kv.pages // self._group, tokens, stored, swaps, copies, most_kept)
-        self._free = set(range(plan.batch_seqs * plan.batches_per_pass))
+        self._free = set(range(plan.sequences))
         self._requests: dict[int, Request] = {}
         self._arrived = 0
         self._underway: list[tuple[Request, Rows]] = []  # the rows of the latest pass

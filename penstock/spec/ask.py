@@ -87,6 +87,11 @@ class Ask:
             parse_format(self.kv).check_kv()
 
     @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def value_share(self) -> float:
         """Of the positions that a query sees, the share whose values count (`Plan.value_share`). Raises BadRequest."""
         return value_share(self.attention)

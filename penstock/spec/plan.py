@@ -265,9 +265,14 @@ class Plan:
         few = min((ffn.experts // (2 * ffn.active) for ffn in routed if ffn is not None), default=0)
         return max(self.batch_seqs, few) if routed else 0
 
+    @property
+    def sequences(self) -> int:
+        """The sequences that a pass may have, of all its batches."""
+        return self.batch_seqs * self.batches_per_pass
+
     def at_once(self, batch: int, tokens: int) -> int:
         """How many sequences of a batch go through one pass, with KV room for so many tokens of each."""
-        seqs = min(batch, self.batch_seqs * self.batches_per_pass)
+        seqs = min(batch, self.sequences)
         if self.kv_pages:
             seqs = min(seqs, max(1, self.kv_pages // -(-min(tokens, self.context) // self.page_tokens)))
         return seqs

@@ -93,8 +93,8 @@ def test_a_slow_spell_of_the_fewest_rows_does_not_keep_them(plan: Plan) -> None:
 class Routed(NamedTuple):
     """What is asked of a plan that keeps experts."""
 
+    sequences: int = 8
     batch_seqs: int = 8
-    batches_per_pass: int = 1
     chunk_rows: int = 64
     asking_rows: int = 16
 

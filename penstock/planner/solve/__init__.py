@@ -58,7 +58,7 @@ def settle_context(ask: Ask, spec: ModelSpec) -> Ask:
     in memory.
 
     Raises BadRequest if a context that the user named is more than the model's maximum."""
-    wanted = ask.prompt_tokens + ask.output_tokens
+    wanted = ask.sequence_tokens
     context = ask.context or min(spec.max_positions, max(DEFAULT_CONTEXT, wanted))
     if context > spec.max_positions:
         raise BadRequest(f"context {context} is more than the model's {spec.max_positions} positions")

@@ -122,7 +122,7 @@ def _firing(problem: Problem, units: Sequence[Unit], rows: int) -> tuple[Unit, .
 def _shared(plan: Plan, ask: Ask) -> Plan:
     """The plan with pools whose pages sequences share, for the tokens that were asked for: of as many of the batch's
     sequences as the plan has at once."""
-    layout, seqs = Layout(plan), plan.batch_seqs * plan.batches_per_pass
+    layout, seqs = Layout(plan), plan.sequences
     if ask.kv_tokens is not None and seqs < ask.batch:
         ask = replace(ask, batch=seqs, kv_tokens=max(1, ask.kv_tokens * seqs // ask.batch))
     tokens = shared_tokens(ask, plan.page_tokens * layout.kv.page_group)

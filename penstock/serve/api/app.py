@@ -157,7 +157,7 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
                 "decode_tokens_per_s": prediction.decode_tokens_per_s,
                 "gap_ratio_beside_prompts": loaded.pace.gap_ratio,
             },
-            "sequences": plan.batch_seqs * plan.batches_per_pass,
+            "sequences": plan.sequences,
             "prompt_rows": loaded.service.prompt_rows,
             "passes": [
                 {"answers": answers, "prompt_rows": rows, "seconds": took.seconds, "passes": took.passes}
@@ -177,7 +177,7 @@ def _next_request(loaded: Loaded, prompt_tokens: int | None, output_tokens: int 
     others. Raises BadRequest for more than the context has."""
     ask, context = loaded.service.engine.ask, loaded.service.engine.plan.context
     # A context that is shorter than both together is shared as they are.
-    most = max(1, min(context - 1, context * ask.prompt_tokens // (ask.prompt_tokens + ask.output_tokens)))
+    most = max(1, min(context - 1, context * ask.prompt_tokens // ask.sequence_tokens))
     prompt = prompt_tokens or min(ask.prompt_tokens, most)
     if prompt > context:
         raise BadRequest(f"a prompt of {prompt} tokens does not fit a context of {context}")

@@ -57,7 +57,7 @@ def routes(app: FastAPI, shelf: Shelf) -> None:
         had: dict[Tier, int] = {HOST: host.rss_bytes()}
         return {
             "model": loaded.name,
-            "sequences": plan.batch_seqs * plan.batches_per_pass,
+            "sequences": plan.sequences,
             "predicted_tokens_per_s": engine.prediction.decode_tokens_per_s,
             "running": counts.running,
             "waiting": counts.waiting,

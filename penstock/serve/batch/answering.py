@@ -106,7 +106,7 @@ class BatchRun:
         StorageFailed, DamagedModel and DeviceFailed."""
         engine, before = self._engine, self._engine.session.bytes_moved()
         done = Done(DecodeClock(engine.session), self._foretold)
-        places = engine.plan.at_once(engine.ask.batch, engine.ask.prompt_tokens + engine.ask.output_tokens)
+        places = engine.plan.at_once(engine.ask.batch, engine.ask.sequence_tokens)
         left = list(reversed(surveyed.todo))
         start_s, told_s = time.perf_counter(), 0.0
         with closing(Service.of_whole_answers(engine, on_pass=done.clock.hear)) as service:

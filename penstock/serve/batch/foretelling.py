@@ -55,7 +55,7 @@ class Foretelling:
 
 def predicted_s(plan: Plan, prediction: Prediction, ask: Ask, answers: int) -> float:
     """Seconds for so many answers of the ask's lengths, as many at once as the plan has room for, block after block."""
-    at_once = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    at_once = plan.at_once(ask.batch, ask.sequence_tokens)
     return prediction.total_s * answers / max(1, min(at_once, answers))
 
 
@@ -68,7 +68,7 @@ def foretell(
 
     If passes have several batches, only the plan's own prediction knows how long their prompts take together. Then the
     tokens of prompts and of answers are assumed to go at the speed of the ask's block."""
-    places = plan.at_once(ask.batch, ask.prompt_tokens + ask.output_tokens)
+    places = plan.at_once(ask.batch, ask.sequence_tokens)
     if plan.batches_per_pass == 1:
         return in_passes(plan, PassTimes(plan, machine, "prefill"), todo, places, on_progress)
     answers = sum(each.answers for each in todo)

@@ -23,7 +23,7 @@ _WORSE_IN_A_ROW = 2  # after so many sizes that are slower than the best one, sm
 def of_size(ask: Ask, count: int) -> Ask:
     """The ask for `count` sequences of its lengths, which share KV pages, and room for the longest of them."""
     assert ask.context is not None
-    each = min(ask.context, ask.prompt_tokens + ask.output_tokens)
+    each = min(ask.context, ask.sequence_tokens)
     return replace(ask, batch=count, kv_tokens=min(MOST, max(ask.context, count * each)))
 
 

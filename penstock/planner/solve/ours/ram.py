@@ -129,7 +129,7 @@ def _require_minimum(problem: Problem, limit: int, beside_bytes: int | None = No
     minimum = minimum if beside_bytes is None else min(minimum, beside_bytes)
     if minimum <= limit:
         return
-    half = problem.asking(context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
+    half = problem.asking(context=max(ask.sequence_tokens, (ask.context or 1) // 4))
     shorter = minimum_bytes(half)
     hint = f"; with --context {half.ask.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
     raise too_little("host memory", "", HOST, minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")

@@ -132,7 +132,7 @@ def _candidate(problem: Problem, choice: Configuration, plan: Plan) -> Candidate
     """The candidate. Its first reason is the account of Eq. 1, which is the paper's and not the plan's."""
     partly = PARTIAL if choice.home != GPU.executor and choice.on_device else ""
     ask, s = problem.ask, memory.sizes(problem.spec, problem.weights, problem.kv)
-    account = by_equation_1(s, ask.batch, ask.prompt_tokens + ask.output_tokens, _limits(problem))
+    account = by_equation_1(s, ask.batch, ask.sequence_tokens, _limits(problem))
     return Candidate(NAMES[choice.pipeline] + partly, plan, (account, *in_pipeline(plan, choice)))
 
 
