@@ -83,7 +83,7 @@ def check_plan(plan: Plan, spec: ModelSpec, weights: Format) -> None:
     _check_main(plan.units, by_key, main)
     _check_asked(plan, by_key)
     _check_predictors(plan, spec)
-    _check_device_rows(plan, by_key, main)
+    _check_device_rows(plan, main)
     _check_rings(plan, by_key)
     if plan.guests and not may_have_guests(plan):
         raise _wrong(
@@ -288,7 +288,7 @@ def _check_kv(plan: Plan, main: Executor) -> None:
                 raise _wrong(f"attention of layer {layer} on {home.attend} but its projections elsewhere")
 
 
-def _check_device_rows(plan: Plan, by_key: dict[str, Part], main: Executor) -> None:
+def _check_device_rows(plan: Plan, main: Executor) -> None:
     """The CPU takes rows of prompts only from a device that computes all of the layer's FFN for the other rows, with
     units in RAM that the CPU computes in decode."""
     layers = [table.layer for table in plan.device_rows]

@@ -72,7 +72,7 @@ def quick(
 
 
 def _asked_neurons(plan: Plan, trace: RouterTrace | None) -> list[float]:
-    """Of each layer, how many neurons a token is expected to ask for; () for a plan that asks for none."""
+    """Of each layer, how many neurons a token is expected to ask for; [] for a plan that asks for none."""
     asked = [0.0] * len(plan.target.spec.layers)
     for unit in plan.units:
         if unit.asked:

@@ -38,6 +38,7 @@ from penstock.units import GIB
 
 _LAYERS_BYTES = GIB  # of weights and KV that a pass reads before it reads any of them again
 _MOST_LAYERS = 64
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ def bench_ops(
     threads: int,
     isa: str | None,
     exact: bool,
-    repeats: int = 5,
     on_progress: Progress | None = None,
 ) -> Iterator[OpTime]:
     """Times every op in passes of each number of `rows`, whose last row sees `context` positions. All layers are like
@@ -90,7 +90,7 @@ def bench_ops(
         for number, t in enumerate(rows):
             if on_progress:
                 on_progress(f"{t} rows", number, len(rows))
-            yield from _measure(binding, lowering, t, context, threads, isa, integer, repeats)
+            yield from _measure(binding, lowering, t, context, threads, isa, integer)
     finally:
         arenas.close()
 
@@ -128,7 +128,6 @@ def _measure(
     threads: int,
     isa: str | None,
     integer: bool,
-    repeats: int,
 ) -> Iterator[OpTime]:
     batch = Batch(0, (0,), (context - t,), (t,), (t - 1,))
     p = Pass("decode" if t == 1 else "prefill", (batch,), None)
@@ -137,7 +136,7 @@ def _measure(
     seconds_by_op: dict[str, list[float]] = {}
     task: Task | None = None
     limits = []
-    for repeat in range(repeats + 1):
+    for repeat in range(1 + _REPEATS):
         limits.append(ceilings(threads, isa=isa))
         (task,) = lowering.step(p)
         for call in task.calls:

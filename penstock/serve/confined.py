@@ -82,7 +82,6 @@ class Confined:
         self,
         folder: Path,
         opening: Callable[[], ChildLimits],
-        patience_s: float = _PATIENCE_S,
         spare: Child | None = None,
         module: str = TOKENIZER_CHILD,
         arguments: Callable[[], list[Any]] | None = None,
@@ -92,7 +91,7 @@ class Confined:
         child that was started and asked nothing yet; the first request takes it. `module`: that the child runs.
         `arguments`: what it opens; None for the folder. `naming`: the context of each request."""
         self._folder = os.path.abspath(folder)  # the working folder may be another when it is opened again
-        self._opening, self._patience_s = opening, patience_s
+        self._opening = opening
         self._module, self._arguments, self._naming = module, arguments, naming
         # Garbage collection may close this in the middle of a request, in the thread that makes the request.
         self._owner, self._lock = os.getpid(), threading.RLock()
@@ -137,9 +136,7 @@ class Confined:
     def _start(self) -> dict[str, Any]:
         self._drop()
         spare, self._spare = self._spare, None
-        self._child = (
-            spare if spare is not None and spare.process.poll() is None else Child(self._patience_s, self._module)
-        )
+        self._child = spare if spare is not None and spare.process.poll() is None else Child(self._module)
         try:
             facts: dict[str, Any]
             arguments = [self._folder] if self._arguments is None else self._arguments()
@@ -194,12 +191,11 @@ class Child:
     anything else, so that it comes up on another processor meanwhile. Raises BadRequest where Python does not start.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S, module: str = TOKENIZER_CHILD) -> None:
+    def __init__(self, module: str = TOKENIZER_CHILD) -> None:
         self.reads: Path | None = None  # the file that "open" is reading
         self._received, self._searched = bytearray(), 0  # so many of these bytes have no end of a line
         self._link, theirs = socket.socketpair()
-        self._patience_s = patience_s
-        self._link.settimeout(patience_s)
+        self._link.settimeout(_PATIENCE_S)
         with theirs:
             try:
                 self.process = subprocess.Popen(
@@ -253,7 +249,7 @@ class Child:
             try:
                 return move(argument)
             except TimeoutError:
-                late = time.monotonic() - begun_s > self._patience_s + _LATE_S
+                late = time.monotonic() - begun_s > _PATIENCE_S + _LATE_S
                 now_s = host.cpu_s(self.process.pid)
                 if now_s == before_s and not late and not host.wants_cpu(self.process.pid):
                     raise _Broke(None) from None

@@ -156,7 +156,7 @@ class _LayerSums(NamedTuple):
 
     other_s: dict[Lane, float]
     tasks_s: dict[Lane, float]
-    slices: dict[tuple[Lane, Tier], tuple[int, float, float]]  # by lane and home
+    slices: dict[tuple[Lane, Tier], tuple[int, float, float]]
 
 
 def _learn(problem: Problem, layer: Layer, step: Pass, homes: Shares) -> LayerLines:

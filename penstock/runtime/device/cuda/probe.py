@@ -78,20 +78,20 @@ class Clock:
 
 def probe_device(
     device: torch.device, ram_read_s: Callable[[], float], tell: Tell, *, formats: Sequence[str] = FORMATS,
-    kv_formats: Sequence[str] = KV_FORMATS, most_bytes: int = _MOST_BYTES, copies: Sequence[int] = _COPIES,
+    kv_formats: Sequence[str] = KV_FORMATS, copies: Sequence[int] = _COPIES,
 ) -> DeviceFigures:  # fmt: skip
     """Measures a device. `ram_read_s`: reads a fixed amount of RAM with all threads and returns the seconds; it is
-    called with and without copies. `most_bytes`: of weights at a time. `copies`: sizes of copies in bytes."""
+    called with and without copies. `copies`: sizes of copies in bytes."""
     clock = Clock(device)
     rates = list(_link(device, clock, copies, tell))
     rates.append(_round_trip(device, clock))
     for number, kind in enumerate(formats):
-        layers = _Layers(device, clock, parse_format(kind), Format("float16"), most_bytes)
+        layers = _Layers(device, clock, parse_format(kind), Format("float16"))
         rates += layers.rates(tell, every_op=not number)
         if not number:
             rates.append(Rate(GPU.kernels, "call", "*", layers.launch_s(), 0.0))
     for kv in kv_formats:
-        layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), most_bytes, mostly_kv=True)
+        layers = _Layers(device, clock, Format("int4", DEFAULT_GROUP), parse_format(kv), mostly_kv=True)
         rates += layers.attention_rates(kv, tell)
     return DeviceFigures(tuple(rates), _beside(device, clock, ram_read_s, max(copies)))
 
@@ -160,10 +160,10 @@ class _Layers:
     """Layers of one format in device memory, whose calls can be timed one by one."""
 
     def __init__(
-        self, device: torch.device, clock: Clock, weights: Format, kv: Format, most_bytes: int, mostly_kv: bool = False
+        self, device: torch.device, clock: Clock, weights: Format, kv: Format, mostly_kv: bool = False
     ) -> None:
         self._clock, self._kind, self._device = clock, weights.kind, device
-        self.plan = _on_device(probe_plan(weights, kv, most_bytes, mostly_kv))
+        self.plan = _on_device(probe_plan(weights, kv, _MOST_BYTES, mostly_kv))
         numbers = torch.from_numpy(some_numbers())
         memory = {}
         for arena in self.plan.arenas:
