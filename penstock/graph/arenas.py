@@ -31,7 +31,7 @@ from penstock.graph.tasks import Slot, Stream
 from penstock.spec.format import Format
 from penstock.spec.machine import FETCHED_AT_ONCE
 from penstock.spec.model import Layer, ModelSpec, Routed
-from penstock.spec.part_keys import head_key, parts_by_key
+from penstock.spec.part_keys import gathered_key, head_key, parts_by_key
 from penstock.spec.parts import GRANULE_ROWS, PAGE_BYTES, active_columns
 from penstock.spec.places import HOST, Executor, Tier, executor_of, is_disk, tier_of
 from penstock.spec.plan import Arena, Cache, Plan, Unit
@@ -54,6 +54,7 @@ class Layout:
         # Layers that have an answer of predictors at the same time.
         self._turns = 1 + max((each.hears < each.layer for each in plan.predictors), default=False)
         self._cached = {f"{cache.layer}.experts" for cache in plan.caches}
+        self._gathered = gathered_key(plan.target.spec)
         self.executors = self._executors()
         self.delegated = self._delegated()
         self._fill_weights()
@@ -93,7 +94,7 @@ class Layout:
     def streams(self, unit: Unit, stream: Stream) -> bool:
         """Whether a pass loads the unit into its executor's ring. An embedding is gathered instead, unless it is the
         head as well. Experts with a cache are loaded when they are asked for."""
-        if unit.part == "embed" and not self.plan.target.spec.tied:
+        if unit.part == self._gathered:
             return False
         if stream.asks and (unit.asked or unit.part in self._cached):
             return False

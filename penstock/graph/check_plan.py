@@ -20,6 +20,7 @@ from penstock.graph.guests import may_have_guests
 from penstock.graph.records import may_be_asked
 from penstock.spec.format import PAGE_TOKENS, Format
 from penstock.spec.model import ModelSpec
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import FFNS, PAGE_BYTES, PINNED, Part, parts
 from penstock.spec.places import HOST, Executor, device, disk, is_device, is_disk
 from penstock.spec.plan import IO_ENGINES, ORDERS, SPARSITIES, ActHome, KvHome, Plan, PlanModel, Unit
@@ -357,7 +358,7 @@ def _check_main(units: Iterable[Unit], by_key: dict[str, Part], main: Executor) 
 
 
 def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
-    tied = plan.target.spec.tied
+    gathered = gathered_key(plan.target.spec)
     device_parts = {unit.part for unit in plan.units if is_device(unit.home)}
     device_parts |= {f"{layer}.norms" for home in plan.kv if is_device(home.attend) for layer in range(*home.layers)}
     for part in device_parts:
@@ -366,8 +367,8 @@ def _check_rings(plan: Plan, by_key: dict[str, Part]) -> None:
     together: dict[str, list[int]] = {}  # attention that is delegated → bytes of its units that stream
     delegated = {f"{layer}.attn" for home in plan.kv if home.attend == HOST for layer in range(*home.layers)}
     for unit in plan.units:
-        if unit.part == "embed" and not tied:
-            continue  # gathered, row by row
+        if unit.part == gathered:
+            continue
         nbytes = (unit.hi - unit.lo) * by_key[unit.part].granule_bytes
         for executor in {unit.decode, unit.prefill} - {unit.home}:
             room = plan.ring_bytes.get(executor, 0)

@@ -8,6 +8,7 @@ from penstock.planner.activity import NeuronProfile
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.planner.programs import policy as lp
 from penstock.planner.programs.pipo_memory import PIPELINES, Configuration, MachineLimits, Sizes, equation_1, peak_bytes
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_rate
@@ -94,9 +95,8 @@ def in_slices(
     """
     layers, homes = len(r_gg), weights_bytes(plan)
     gg, cg = sum(r_gg) / layers, sum(r_cg) / layers
-    lifted = any(
-        unit.home != GPU.executor and unit.decode == GPU.executor and unit.part != "embed" for unit in plan.units
-    )
+    away = (unit for unit in plan.units if unit.home != GPU.executor and unit.part != gathered_key(plan.target.spec))
+    lifted = any(unit.decode == GPU.executor for unit in away)
     return (
         f"{format_bytes(homes[GPU.executor])} of {format_bytes(sum(homes.values()))} of weights stay in device memory,"
         f" by what a byte saves there: attention and KV of {kv_layers(plan, GPU.executor)} of {layers} layers,"

@@ -13,6 +13,7 @@ from penstock.planner.lanes import DecodePass, Stretch, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import DISK, GPU, HOST, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
@@ -141,10 +142,10 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
 
 def _disk_rows(plan: Plan) -> list[Row]:
     """The rows of the disk: weights by how often they are read, and KV."""
-    parts, tied = plan.parts, plan.target.spec.tied
+    parts, gathered = plan.parts, gathered_key(plan.target.spec)
     sums = {"streams": 0, "once": 0, "rows": 0}
     for unit in plan.units:
-        key = "once" if not is_disk(unit.home) else "rows" if unit.part == "embed" and not tied else "streams"
+        key = "once" if not is_disk(unit.home) else "rows" if unit.part == gathered else "streams"
         sums[key] += (unit.hi - unit.lo) * parts[unit.part].granule_bytes
     kv_bytes = plan.tier_bytes().get(DISK.tier, 0)
     rows = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 from penstock.graph.arenas import Layout
 from penstock.planner.homes import kv_layers, weights_bytes
 from penstock.spec.ask import Ask
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import DISK, GPU, HOST, is_disk
 from penstock.spec.plan import UNIT_BYTES, Plan
 from penstock.units import format_bytes
@@ -114,12 +115,11 @@ def beside_device(plan: Plan, lifts: str, prompts: bool) -> tuple[str, ...]:
     """Sentences about where the weights lie, about experts, about other weights outside device memory, and about KV.
     `lifts`: why units that are lifted have their size. `prompts`: while a prompt is read, the device computes the CPU's
     granules too."""
-    homes, parts = weights_bytes(plan), plan.parts
+    homes, parts, gathered = weights_bytes(plan), plan.parts, gathered_key(plan.target.spec)
     computed = dict.fromkeys(("lifted", "by the CPU"), 0)
     for unit in plan.units:
-        if unit.home != GPU.executor and parts[unit.part].kind not in ("experts", "router") and (
-            unit.part != "embed" or plan.target.spec.tied
-        ):  # fmt: skip
+        counts = unit.part != gathered and parts[unit.part].kind not in ("experts", "router")
+        if unit.home != GPU.executor and counts:
             computed["lifted" if unit.decode == GPU.executor else "by the CPU"] += plan.unit_bytes(unit)
     total = format_bytes(sum(homes.values()))
     where = [f"{format_bytes(homes.get(GPU.executor, 0))} of {total} of weights stay in device memory"]

@@ -29,6 +29,7 @@ from penstock.planner.simulate import Lowered
 from penstock.spec.ask import Ask
 from penstock.spec.format import Mixed
 from penstock.spec.machine import MachineSpec
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import Lane, is_disk
 from penstock.spec.plan import Plan, PlanModel
 
@@ -305,14 +306,14 @@ def streamed(
     """Layer → bytes of weights that a pass streams. The key -1 is of parts outside the layers. `from_disk`: only bytes
     that come from disks. `purpose`: "decode" or "prefill". In decode, experts with a cache and units that are asked for
     are left out. `without`: numbers of units that are there already (`staying`)."""
-    parts, tied = plan.parts, plan.target.spec.tied
+    parts, gathered = plan.parts, gathered_key(plan.target.spec)
     cached = {f"{cache.layer}.experts" for cache in plan.caches}
     layer_bytes = dict.fromkeys(range(-1, len(plan.target.spec.layers)), 0)
     for u, unit in enumerate(plan.units):
         if u in without or (purpose == "decode" and (unit.asked or unit.part in cached)):
             continue  # answers decide what of caches is loaded
         away = is_disk(unit.home) if from_disk else unit.home != unit.executor(purpose)
-        if away and (unit.part != "embed" or tied):  # as `Layout.streams` has it
+        if away and unit.part != gathered:  # as `Layout.streams` has it
             part = parts[unit.part]
             layer_bytes[part.layer] += (unit.hi - unit.lo) * part.granule_bytes
     return layer_bytes

@@ -24,6 +24,7 @@ from penstock.serve.engine import Engine
 from penstock.serve.generation import Generation, percentiles
 from penstock.serve.sampling import SamplingParams
 from penstock.spec.ask import Ask
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import GPU, HOST
 from penstock.spec.plan import Plan
 
@@ -101,7 +102,7 @@ def weight_bytes(plan: Plan) -> int:
     experts only those of one token count, for all tokens may want the same ones."""
     spec, parts = plan.target.spec, plan.parts
     units = [unit for unit in plan.units if unit.home != GPU.executor and parts[unit.part].kind != "experts"]
-    dense_bytes = sum(plan.unit_bytes(unit) for unit in units if spec.tied or unit.part != "embed")
+    dense_bytes = sum(plan.unit_bytes(unit) for unit in units if unit.part != gathered_key(spec))
     experts = [part for part in parts.values() if part.kind == "experts"]
     return dense_bytes + sum(spec.layers[part.layer].active * part.least_bytes for part in experts)
 

@@ -35,3 +35,9 @@ def block_keys(model: ModelSpec, layer: int, kind: str) -> tuple[str, ...]:
 
 def head_key(model: ModelSpec) -> str:
     return "embed" if model.tied else "head"
+
+
+def gathered_key(model: ModelSpec) -> str:
+    """The key of the part of which only single rows are read: the embedding of an untied model. A tied embedding is the
+    head too, and read as a whole; then the key is ""."""
+    return "" if model.tied else "embed"

@@ -239,3 +239,13 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         pinned = sum(part.nbytes for part in plan.parts.values() if part.kind in ("norms", "edges"))
         assert ask.resident_bytes is None or stays <= ask.resident_bytes + pinned
         assert reasons and predict(plan, settled, WITH_DEVICE).decode_tokens_per_s > 0
+
+
+def test_a_tied_head_that_crosses_the_link_is_not_on_the_device() -> None:
+    """The device has room for all layers, but not for a vocabulary that is larger than they are: then other plans are
+    compared, and a part of the head stays there."""
+    spec = model(8, 640, 4, 1, 2048, dtype="bfloat16", vocab=262144, max_positions=4096, tied=True)
+    ask = Ask(context=512, device_memory_bytes=500 << 20, use_device=True)
+    solved = solve(ask, spec, parse_format("int8"), WITH_DEVICE)
+    assert solved.strategy != "device memory" and len(solved.compared) > 1
+    assert {unit.home for unit in solved.plan.units if unit.part == "embed"} == {"gpu0", "host"}

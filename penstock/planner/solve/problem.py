@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.part_keys import head_key, parts_by_key
+from penstock.spec.part_keys import gathered_key, head_key, parts_by_key
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import GPU, HOST, Executor, Tier
 from penstock.spec.plan import Plan, Predictor
@@ -40,6 +40,7 @@ class Problem:
     machine: MachineSpec
     trace: RouterTrace | None = None
     firing: Firing | None = None
+    _learned: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def sparsity(self) -> str:
@@ -107,9 +108,7 @@ class Problem:
 
     @property
     def gathered(self) -> str:
-        """The key of the part of which only single rows are read: the embedding of an untied model. A tied embedding is
-        the head too, and read as a whole; then the key is ""."""
-        return "" if self.spec.tied else "embed"
+        return gathered_key(self.spec)
 
     @property
     def kv(self) -> Format:
@@ -124,10 +123,6 @@ class Problem:
     @cached_property
     def cost(self) -> Cost:
         return Cost(self.machine)
-
-    @cached_property
-    def _learned(self) -> dict[Any, Any]:
-        return {}
 
     def learned(self, key: tuple[object, ...], learn: Callable[[], T]) -> T:
         """The result of `learn()`, which a solver gets by lowering plans of a few layers. It is called once for each

@@ -17,6 +17,7 @@ from penstock.planner.shares import Resident
 from penstock.planner.sizes import MIN_CHUNK_ROWS
 from penstock.planner.solve.fill import Kv, Run, filled, units
 from penstock.planner.solve.problem import Problem
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import UNIT_BYTES, Cache, Plan, Predictor, Unit
@@ -244,7 +245,7 @@ def within_device(
 
 def all_there(plan: Plan) -> bool:
     """Whether all weights are at home on the device, but for the embedding, of which single rows are looked up."""
-    return all(unit.home == GPU.executor or unit.part == "embed" for unit in plan.units)
+    return all(unit.home == GPU.executor or unit.part == gathered_key(plan.target.spec) for unit in plan.units)
 
 
 def lift_bytes(problem: Problem, ring_bytes: int) -> int:

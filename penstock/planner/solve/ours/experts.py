@@ -23,6 +23,7 @@ from penstock.planner.sizes import CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, smallest
+from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import Part
 from penstock.spec.places import CPU, GPU, HOST, is_disk
 from penstock.spec.plan import Cache, Plan
@@ -116,7 +117,7 @@ def _lifted_rows(problem: Problem, part: Part) -> int:
 
 def _reads(plan: Plan) -> bool:
     """Whether some weights but embedding rows are at home on a disk."""
-    return any(is_disk(unit.home) and unit.part != "embed" for unit in plan.units)
+    return any(is_disk(unit.home) and unit.part != gathered_key(plan.target.spec) for unit in plan.units)
 
 
 def _ffn_elsewhere(plan: Plan) -> bool:
