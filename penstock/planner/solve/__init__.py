@@ -96,7 +96,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
                 from penstock.planner.solve.ours import device
 
                 if device.minimum_bytes(problem) <= problem.device_bytes:
-                    ram.refuse(problem, device.least_host_bytes(problem))
+                    ram.refuse(problem, problem.host_bytes, device.least_host_bytes(problem))
             raise
 
 
@@ -117,11 +117,10 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
 
         yield from experts.candidates(problem)
         return
-    first = next(ours := device.candidates(problem), None)
-    if first is None:
-        return
-    yield first
+    ours = list(device.candidates(problem))
     yield from ours
+    if not ours:
+        return
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
 
     for solver in (scheinfer, llama_cpp, pipo):

@@ -74,9 +74,7 @@ def filled(
     ask, spec, machine = problem.ask, problem.spec, problem.machine
     seqs = ask.batch if batch_seqs is None else batch_seqs
     block, fmt = (0, seqs * batches), problem.kv
-    device_bytes, context_bytes = (
-        (machine.device_process_bytes, machine.context_bytes) if main == GPU.executor else (0, 0)
-    )
+    with_device, process_bytes = main == GPU.executor, machine.process_bytes + spec.tokenizer_bytes
     predictors = predictors or tuple(replace(each, home=main) for each in problem.predictors)
     there = (each.part(spec).nbytes for each in predictors if each.home == GPU.executor)
     plan = Plan(
@@ -97,8 +95,8 @@ def filled(
         io_block_bytes=USUAL_READS.block_bytes,
         io_depth=USUAL_READS.depth,
         io_engine=USUAL_READS.engine,
-        process_bytes=round_up(machine.process_bytes + device_bytes + spec.tokenizer_bytes, MIB),
-        context_bytes=context_bytes,
+        process_bytes=round_up(process_bytes + with_device * machine.device_process_bytes, MIB),
+        context_bytes=with_device * machine.context_bytes,
         predictors=predictors,
         caches=caches,
         # Published activity is of no model that is here, and its plans are not run.

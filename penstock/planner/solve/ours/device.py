@@ -161,7 +161,7 @@ def modes(skeleton: Skeleton) -> list[Skeleton]:
 def _estimate(skeleton: Skeleton) -> Estimate | None:
     """The estimates of all splits of a skeleton, from where its bytes would be. None if it does not fit even with no
     weights in either memory."""
-    problem, sizes = skeleton.problem, skeleton.problem.parts
+    problem = skeleton.problem
     bare = skeleton.plan({}, {})
     spare = problem.spare_bytes(bare, GPU.executor)
     stays = {} if spare is None else fill_device(skeleton, spare)
@@ -172,9 +172,8 @@ def _estimate(skeleton: Skeleton) -> Estimate | None:
     def share(parts: list[Part]) -> float:
         return sum(stays.get(part.key, 0) for part in parts) / max(1, sum(part.granules for part in parts))
 
-    left = problem.total_bytes - problem.bytes_of(stays)
-    left -= sizes[problem.gathered].nbytes if problem.gathered else 0
-
+    wanted = sum(part.nbytes for part in problem.parts.values() if part.key != problem.gathered)
+    left = wanted - problem.bytes_of(stays)
     disk = max(0.0, 1 - memory / left) if left > 0 else 0.0
     attends = skeleton.attention_layers
     ffns, attention = share(problem.of_kind("ffn")), share(problem.of_kind("attn")[:attends])

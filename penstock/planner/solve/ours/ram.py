@@ -92,7 +92,7 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
         return
     least = chain.from_iterable(_fitting(size, [size.host_ring_bytes]) for size in _least(problem))
     if (fits := next(least, None)) is None:
-        _require_minimum(problem, problem.host_bytes)
+        refuse(problem, problem.host_bytes)
         raise AssertionError("the least plan is among the candidates")
     yield from fits
 
@@ -104,7 +104,7 @@ def require_minimum(
     be asked before a probe. `process_bytes`: RAM that the process takes beside its arenas. `firing`: how many neurons
     are known to fire, and the predictors' sizes."""
     machine = replace(_NOT_PROBED, process_bytes=process_bytes)
-    _require_minimum(Problem(ask, spec, weights, machine, firing=firing), limit)
+    refuse(Problem(ask, spec, weights, machine, firing=firing), limit)
 
 
 _NOT_PROBED = MachineSpec(
@@ -115,16 +115,10 @@ _NOT_PROBED = MachineSpec(
 )
 
 
-def refuse(problem: Problem, beside_bytes: int) -> None:
-    """Raises DoesNotFit if neither the smallest plan without a device fits into RAM, nor the smallest beside it, which
-    takes `beside_bytes` of RAM. With KV in memory GLM-4.5-Air takes 1.35 GB of RAM beside a device of 48 GB, and 1.83
-    without."""
-    _require_minimum(problem, problem.host_bytes, beside_bytes)
-
-
-def _require_minimum(problem: Problem, limit: int, beside_bytes: int | None = None) -> None:
-    """Raises DoesNotFit if the smallest plan takes more than `limit` bytes, and says what a shorter context would
-    save. `beside_bytes`: what the smallest plan beside a device takes, where there is one."""
+def refuse(problem: Problem, limit: int, beside_bytes: int | None = None) -> None:
+    """Raises DoesNotFit if the smallest plan takes more than `limit` bytes of RAM, and says what a shorter context
+    would save. `beside_bytes`: what the smallest plan beside a device takes of RAM, where there is one. With KV in
+    memory GLM-4.5-Air takes 1.35 GB beside a device of 48 GB, and 1.83 without."""
     minimum, ask = minimum_bytes(problem), problem.ask
     minimum = minimum if beside_bytes is None else min(minimum, beside_bytes)
     if minimum <= limit:
