@@ -76,7 +76,8 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     """
     any_found = False
     for candidate in chain(_beside_device(problem, every, may_plan), _in_blocks(problem)):
-        if _moves_chosen_values(problem, candidate.plan):
+        # KV that crosses to attention crosses as whole pages, where the values of the best positions alone are wanted.
+        if problem.ask.value_share < 1 and any(home.home != home.attend for home in candidate.plan.kv):
             continue
         yield candidate
         if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:
@@ -100,25 +101,21 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
             raise
 
 
-def _moves_chosen_values(problem: Problem, plan: Plan) -> bool:
-    """Whether KV crosses to attention as whole pages, where the values of the best positions alone are wanted."""
-    return problem.ask.value_share < 1 and any(home.home != home.attend for home in plan.kv)
-
-
 def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Candidate]:
     """The candidates of solvers that use a device. None without one, or if no plan of ours fits beside it."""
     if not problem.has_device:
         return
     from penstock.planner.solve.ours import device
 
-    device.require_minimum(problem)
+    asked_bytes = problem.ask.device_memory_bytes
+    if asked_bytes is not None and device.minimum_bytes(problem) > asked_bytes:
+        device.refuse(problem)
     if problem.spec.is_routed:
         from penstock.planner.solve.ours import experts
 
         yield from experts.candidates(problem)
         return
-    ours = list(device.candidates(problem))
-    yield from ours
+    yield from (ours := list(device.candidates(problem)))
     if not ours:
         return
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
@@ -161,10 +158,9 @@ def solve(
     if weights.for_cpu and ask.use_device:
         raise BadRequest(f"weights in {weights.name} run without a device in this version")
     problem = Problem(ask, spec, weights, machine, trace, firing)
-    bounded = []
-    for candidate in distinct(candidates(problem, every, may_plan)):
-        plan = on_disks(candidate.plan, disks or {})
-        bounded.append((least_score_s(plan, ask, problem.cost), candidate._replace(plan=plan)))
+    proposed = distinct(candidates(problem, every, may_plan))
+    placed = (each._replace(plan=on_disks(each.plan, disks or {})) for each in proposed)
+    bounded = [(least_score_s(each.plan, ask, problem.cost), each) for each in placed]
     bounded.sort(key=lambda entry: entry[0])  # the most promising first, so that it settles most of the others
     compared: list[Compared] = []
     rivals: list[Compared] = []  # the compared candidates that may be chosen

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.planner.sizes import page_tokens, shared_tokens
@@ -24,15 +23,8 @@ from penstock.units import MIB, round_up
 
 # (lo, hi, home, executor of decode, executor of prefill, the most bytes of a unit) of granules lo..hi of a part.
 Run = tuple[int, int, Tier, Executor, Executor, int]
-
-
-class Kv(NamedTuple):
-    """KV of layers lo..hi: its home, and the executor of attention to it."""
-
-    lo: int
-    hi: int
-    home: Tier
-    attend: Executor
+# (lo, hi, home, executor of attention) of the KV of layers lo..hi.
+KvRun = tuple[int, int, Tier, Executor]
 
 
 def units(every: Iterable[Part], runs: Callable[[Part], Iterable[Run]]) -> list[Unit]:
@@ -54,7 +46,7 @@ def _cut(
 
 
 def filled(
-    problem: Problem, units: Sequence[Unit], kv: Iterable[Kv], *, chunk_rows: int, rings: Mapping[Executor, int],
+    problem: Problem, units: Sequence[Unit], kv: Iterable[KvRun], *, chunk_rows: int, rings: Mapping[Executor, int],
     order: str, main: Executor = HOST, stage_bytes: int = 0, batch_seqs: int | None = None, batches: int = 1,
     page: int | None = None, predictors: tuple[Predictor, ...] = (), caches: tuple[Cache, ...] = (),
 ) -> Plan:  # fmt: skip

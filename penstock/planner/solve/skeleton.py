@@ -15,7 +15,7 @@ from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.reasons import lifted_units
 from penstock.planner.shares import Resident
 from penstock.planner.sizes import MIN_CHUNK_ROWS
-from penstock.planner.solve.fill import Kv, Run, filled, units
+from penstock.planner.solve.fill import Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import PINNED, Part
@@ -81,9 +81,7 @@ class Skeleton:
         home = {HOST: ", KV in RAM", DISK.tier: ", KV on the disk"}.get(self.kv_home, "")
         return home + (", scores on the CPU" if self.delegates else "")
 
-    def plan(
-        self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()
-    ) -> Plan:  # fmt: skip
+    def plan(self, on_device: Resident, in_memory: Resident | None = None, caches: tuple[Cache, ...] = ()) -> Plan:
         """The complete plan. `on_device`: the granules that stay in device memory. `in_memory`: those that stay in RAM;
         None: all others. The rest is at home on the disk. Rings that nothing streams through are left out. `caches`: as
         in a Plan."""
@@ -107,7 +105,7 @@ class Skeleton:
         rings, stage_bytes = self._rings(units(first, runs))
         return filled(
             problem, cut,
-            (Kv(0, near, self.kv_home, HOST if self.delegates else self.main), Kv(near, problem.layers, far, HOST)),
+            ((0, near, self.kv_home, HOST if self.delegates else self.main), (near, problem.layers, far, HOST)),
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
             predictors=self.predictors, caches=caches,
         )  # fmt: skip

@@ -179,7 +179,6 @@ _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores o
 def _candidate(best: BestPolicy, plan: Plan) -> Candidate:
     """The candidate. Its reasons are about the block, what the program says of it, and delegated attention."""
     shape, problem = best.shape, best.shape.problem
-    placed = {part.key for part in shape.placed}
-    told = in_blocks(plan, problem.ask.batch, placed, shape.kv_bytes, best.solution)
+    told = in_blocks(plan, problem.ask.batch, {part.key for part in shape.placed}, shape.kv_bytes, best.solution)
     told += sentences(plan, problem.cost, problem.half_way)
     return Candidate(f"block of {shape.batches} × {shape.gpu_batch}{_WHO[shape.attends]}", plan, told)

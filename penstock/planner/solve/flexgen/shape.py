@@ -15,7 +15,7 @@ from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers
 from penstock.planner.shares import split_granules
-from penstock.planner.solve.fill import Kv, Run, filled, units
+from penstock.planner.solve.fill import Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import most_together
 from penstock.spec.parts import Part
@@ -81,18 +81,6 @@ class BlockShape:
         a_layer = self.placed_bytes // self.problem.layers
         return max(min(_LEAST_UNIT_BYTES, a_layer // _FEWEST_UNITS), a_layer // _UNITS_A_LAYER)
 
-    @cached_property
-    def unit_slack_bytes(self) -> int:
-        """The most bytes that a ring has beyond its layers: up to one unit is lost at its end, and one is being
-        computed."""
-        return 2 * max(self.unit_bytes, *(part.granule_bytes for part in self.placed))
-
-    @property
-    def least_stage_bytes(self) -> int:
-        """Two of the largest granules: weights at home on a device are loaded through the stage. 0 without a device."""
-        sizes = [p.granule_bytes for p in self.problem.parts.values() if p.kind not in ("attn", "ffn")]
-        return 2 * max(*sizes, *(part.granule_bytes for part in self.placed)) if self.main == GPU.executor else 0
-
     def plan(self, weights: Shares, kv: Shares) -> Plan:
         """The complete plan of some shares. Without a device, the first share is in RAM and the second is 0."""
         problem = self.problem
@@ -102,7 +90,7 @@ class BlockShape:
         rings, stage_bytes = self._rings(cut)
         return filled(
             problem, cut,
-            [Kv(lo, hi, tiers[lo], self._attends(tiers[lo])) for lo, hi in pairwise(edges)],
+            [(lo, hi, tiers[lo], self._attends(tiers[lo])) for lo, hi in pairwise(edges)],
             chunk_rows=self.chunk_rows, rings=rings, stage_bytes=stage_bytes, order=self.order, main=self.main,
             batch_seqs=self.gpu_batch, batches=self.batches, page=PAGE_TOKENS,
         )  # fmt: skip
@@ -177,5 +165,7 @@ class BlockShape:
         whole = ring({HOST, DISK.tier} - {self.main})
         if self.attends == "cpu scores" and whole:
             whole = max(whole, round_up(most_together(units, self.problem.parts), ARENA_ALIGN))
-        stage = max(ring({DISK.tier}), self.least_stage_bytes) if self.main == GPU.executor else 0
+        # Weights at home on a device are loaded through the stage: it has room for two of the largest granules.
+        others = (part.granule_bytes for part in self.problem.parts.values() if part.kind not in ("attn", "ffn"))
+        stage = max(ring({DISK.tier}), 2 * max(*others, *sizes.values())) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage

@@ -125,7 +125,9 @@ class Terms:
         shape, problem = self.shape, self.shape.problem
         total, kv_total = float(shape.placed_bytes), float(shape.kv_bytes)
         ring = shape.ring_layers * total / self.layers
-        slack = float(shape.unit_slack_bytes + ARENA_ALIGN) if mode.streams else 0.0
+        granule = float(max(part.granule_bytes for part in shape.placed))
+        # A ring has that much beyond its layers: up to one unit is lost at its end, and one is being computed.
+        slack = 2 * max(shape.unit_bytes, granule) + ARENA_ALIGN if mode.streams else 0.0
         of_modes = [nbytes for nbytes, may in zip(shape.window_bytes, mode.kv, strict=True) if may]
         windows = {tier: max(nbytes[tier] for nbytes in of_modes) for tier in (GPU.executor, HOST)}
         fixed = {tier: nbytes + float(_ARENAS * ARENA_ALIGN) for tier, nbytes in shape.home.tier_bytes().items()}
@@ -135,7 +137,6 @@ class Terms:
             ram = lp.Line(constant, (total, 0.0, ring), (kv_total, 0.0, 0.0)), float(problem.host_bytes)
             return {"disk": disk, "ram": ram}
         there = shape.attends == "device"  # the device attends to all KV, whatever its home
-        granule = float(max(part.granule_bytes for part in shape.placed))
         constant = fixed[GPU.executor] - total - there * kv_total + slack + windows[GPU.executor]
         device = lp.Line(constant, (total, ring, ring), (kv_total, 0.0, 0.0)), float(problem.device_bytes)
         constant = fixed[HOST] - (not there) * kv_total + slack + granule + windows[HOST]
@@ -163,13 +164,13 @@ def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[
         lines[key] = lp.Line(layer_s + (near[key] - layer_s) / layers)
     for tier in (1, 2) if device else (2,):
         for key, more_s in _less(seconds(1, weights=_IN[tier]), near).items():
-            lines[key] = lines[key].plus(lp.Line(weights=_in(tier, more_s)))
+            lines[key] = lines[key].plus(lp.Line(weights=_IN[tier]).times(more_s))
     for tier in {1, 2} - {home} if device else {2}:
         moved_s = _less(seconds(1, kv=_IN[tier]), near)
         for lane in dict.fromkeys(lane for _, lane in moved_s):
             # KV comes for each batch, with the tasks that bring it.
             kv_s = moved_s[BATCH, lane] + moved_s[ONCE, lane]
-            lines[BATCH, lane] = lines[BATCH, lane].plus(lp.Line(kv=_in(tier, kv_s)))
+            lines[BATCH, lane] = lines[BATCH, lane].plus(lp.Line(kv=_IN[tier]).times(kv_s))
     return lines
 
 
@@ -197,12 +198,6 @@ def _less(seconds: Seconds, others: Seconds) -> defaultdict[Often, float]:
     """The differences, of all that is in either."""
     keys = dict.fromkeys((*seconds, *others))
     return defaultdict(float, {key: seconds.get(key, 0.0) - others.get(key, 0.0) for key in keys})
-
-
-def _in(tier: int, seconds: float) -> lp.Shares:
-    """Coefficients of three tiers: `seconds` for one, 0 for the others."""
-    first, second, third = (seconds * share for share in _IN[tier])
-    return first, second, third
 
 
 def _alike(p: Pass) -> Pass:

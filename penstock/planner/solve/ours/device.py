@@ -83,13 +83,6 @@ def minimum_bytes(problem: Problem) -> int:
     return min(split.plan({}, {}).tier_bytes()[GPU.executor] for split in splits)
 
 
-def require_minimum(problem: Problem) -> None:
-    """Raises DoesNotFit if the user's limit of device memory is less than `minimum_bytes`."""
-    asked = problem.ask.device_memory_bytes
-    if problem.has_device and asked is not None and minimum_bytes(problem) > asked:
-        refuse(problem)
-
-
 def refuse(problem: Problem) -> NoReturn:
     """Raises DoesNotFit, for an ask of which no plan with the device fits. The error names device memory if that is too
     little, otherwise RAM."""

@@ -84,9 +84,8 @@ def _cached_there(skeleton: Skeleton) -> Plan | None:
     on_device = filling.computed_there(skeleton, experts=False)
 
     def caches(slots: Sequence[int]) -> tuple[Cache, ...]:
-        return tuple(
-            Cache(p.layer, GPU.executor, n, filling.POLICY, r) for p, n, r in zip(experts, slots, rows, strict=True)
-        )  # fmt: skip
+        each = zip(experts, slots, rows, strict=True)
+        return tuple(Cache(part.layer, GPU.executor, n, filling.POLICY, lifted) for part, n, lifted in each)
 
     def plan(slots: Sequence[int]) -> Plan:
         return skeleton.plan(on_device, None, caches(slots))

@@ -65,9 +65,7 @@ def partly_in_ram(skeleton: Skeleton, on_device: Resident, last: Sequence[str] =
     return plan if problem.fits(plan, HOST) else None
 
 
-def caching(
-    skeleton: Skeleton, on_device: Resident, above: tuple[Cache, ...] = (), guesses: int = 0
-) -> Plan | None:  # fmt: skip
+def caching(skeleton: Skeleton, on_device: Resident, above: tuple[Cache, ...] = (), guesses: int = 0) -> Plan | None:
     """The plan with slots for experts in what RAM has left once all else stays, which every token reads; at least one
     a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay.
 

@@ -91,9 +91,8 @@ def _homes(problem: Problem) -> tuple[Tier, ...]:
 def _whole(problem: Problem, pipeline: str) -> tuple[Configuration, Plan] | None:
     """The first plan that fits: with all weights in the nearest home, with the nearest KV, with whole blocks, with the
     longest chunks of prompts. Only the memory-saving pipeline may cut blocks. None if nothing fits."""
-    matrices = [part for part in problem.parts.values() if part.kind not in PINNED]
     looked_up = 0 if problem.spec.tied else problem.parts["embed"].nbytes
-    in_ram = sum(part.nbytes for part in matrices)
+    in_ram = sum(part.nbytes for part in problem.parts.values() if part.kind not in PINNED)
     too_large: dict[Tier, bool] = {
         GPU.executor: in_ram - looked_up > problem.device_bytes,
         HOST: in_ram > problem.host_bytes,

@@ -99,9 +99,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def solve_slices(problem: Problem, wanted: SliceRules = FREE) -> tuple[Plan, Slices] | None:
     """The plan and its slices. None if there is no device, or if either memory is too small."""
     room = problem.device_bytes + problem.host_bytes
-    if problem.ask.resident_bytes is not None:
-        room = min(room, problem.ask.resident_bytes)
-    if not problem.has_device or problem.total_bytes > room:
+    if not problem.has_device or problem.total_bytes > room or problem.may_stay is not None:
         return None
     for chunk_rows in usual_chunks(problem.ask):
         skeleton = device_skeleton(problem, chunk_rows, attention_layers=0, lifted=0.0)

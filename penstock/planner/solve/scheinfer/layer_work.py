@@ -134,8 +134,7 @@ class LayerWork:
         problem, cost = self.problem, self.problem.cost
         seconds = self._learned(problem.spec.layers[0], step, Shares()).ends_s
         if not head_stays:
-            lift_s = cost.call_s(GPU.to_device, "lift", problem.weights.kind, nbytes=problem.head.nbytes)
-            seconds = max(seconds, lift_s)
+            seconds = max(seconds, cost.call_s(GPU.to_device, "lift", problem.weights.kind, nbytes=problem.head.nbytes))
         return seconds + cost.between_passes_s
 
     def _part(self, layer: Layer, kind: str) -> Part:
@@ -176,15 +175,14 @@ def _learn(problem: Problem, layer: Layer, step: Pass, homes: Shares) -> LayerLi
     other_s = {lane: two.other_s[lane] - one.other_s[lane] for lane in two.other_s}
     tasks_s = {lane: two.tasks_s[lane] - one.tasks_s[lane] for lane in two.tasks_s}
     launched_s = 2 * cost.task_s(GPU.kernels)  # counted in the lines of the two slices that the device computes
+    ahead_s = other_s[GPU.kernels] + max(0.0, tasks_s[GPU.kernels] - launched_s) + tasks_s[CPU]
+    attends_s = other_s.get(CPU, 0.0)
     lanes = Lanes(
         cpu_factor=cost.factor(CPU, frozenset({GPU.to_device})),
         link_factor=cost.factor(GPU.to_device, frozenset({CPU})),
-        ahead_s=other_s[GPU.kernels]
-        + max(0.0, tasks_s[GPU.kernels] - launched_s)
-        + tasks_s[CPU]
-        + (other_s.get(CPU, 0.0) if homes.delegates else 0.0),  # the device waits for the scores
+        ahead_s=ahead_s + homes.delegates * attends_s,  # the device waits for the scores
         link_also_s=other_s.get(GPU.to_device, 0.0),
-        cpu_also_s=other_s.get(CPU, 0.0) if not homes.attends else 0.0,
+        cpu_also_s=(not homes.attends) * attends_s,
     )
     block = FfnBlock(lanes, line(CPU, HOST), line(GPU.to_device, HOST), line(GPU.kernels, GPU.executor))
     ends_s = one.other_s[GPU.kernels] + one.tasks_s[GPU.kernels] - other_s[GPU.kernels] - tasks_s[GPU.kernels]
