@@ -26,16 +26,14 @@ MOST_SEQUENCES = 2**14
 class Ask:
     """`host_memory_bytes`: limit of the whole process. `device_memory_bytes`: limit of the device's memory.
 
-    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: the most tokens of a sequence;
-    `grow_context`: as many as cost no speed (`planner/room`).
-    `kv_tokens`: KV room in tokens of all sequences together, which then share pages, and at least for one whole
-    context; None: room for the whole context of each. `batch`: sequences at once. `kv`: number format of the KV cache.
-    `kv_home`: "memory" or "disk". `score`: logits of every prompt row are wanted (for evaluation), not of the last row
-    alone. `sparsity`: one of SPARSITIES. `score_rows`: prompts are scored now and then, so
-    many rows a pass at least; each takes memory for its
-    logits. `use_device`: where there is a device, plans that do not use it are left out. `attention`: "full", or
-    "top-k:SHARE", by which a query sees all keys, but the values of its best positions alone (FlexGen §4); then KV lies
-    where attention runs.
+    `resident_bytes`: at most so many bytes of weights stay in memory. `context`: the most tokens of a sequence.
+    `grow_context`: the context is as long as costs no speed (`planner/room`). `kv_tokens`: KV room in tokens of all
+    sequences together, which then share pages, and at least for one whole context; None: room for the whole context of
+    each. `batch`: sequences at once. `kv`: number format of the KV cache. `kv_home`: "memory" or "disk". `score`: every
+    pass has the logits of all its rows of prompts, not of the last one alone. `score_rows`: a pass of prompts may have
+    the logits of so many rows, for prompts that are scored now and then. `sparsity`: one of SPARSITIES. `use_device`:
+    where there is a device, plans that do not use it are left out. `attention`: "full", or "top-k:SHARE", by which a
+    query sees all keys, but the values of its best positions alone (FlexGen §4); then KV lies where attention runs.
 
     Raises BadRequest for a value that no plan could have.
     """
