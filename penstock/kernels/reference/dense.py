@@ -50,7 +50,7 @@ def embed(
         if projected:
             scaled = scratch.take(rows[slab].shape)
             np.multiply(rows[slab], np.float32(spec.embed_scale), out=scaled)
-            multiply(scaled, edges, edges_part.block("project_in"), x[slab], scratch)
+            multiply(scaled, edges, edges_part.block("project_in"), x[slab], scratch, apart=True)
         else:
             np.multiply(rows[slab], np.float32(spec.embed_scale), out=x[slab])
         if spec.position_rows:
@@ -103,7 +103,7 @@ def norm_in(
         named_norm(source, norms, part, name, spec.norm, wide)
     else:
         wide[...] = source
-    multiply(wide, norms, part.block("project_out"), h, scratch)
+    multiply(wide, norms, part.block("project_out"), h, scratch, apart=True)
 
 
 def activate(x: Float32, activation: str) -> Float32:

@@ -168,8 +168,11 @@ def widen_plain(stored: NDArray[Any], fmt: Format, scratch: Scratch) -> Float32:
     return bits.view(np.float32)
 
 
-def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch, add: bool = False) -> None:
-    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, or out += that with `add`."""
+def multiply(
+    x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Scratch, add: bool = False, apart: bool = False
+) -> None:
+    """out float32 [T, R] = x float32 [T, C] · block [R, C]ᵀ, or out += that with `add`. `apart`: one row after the
+    other, so that none depends on how many are beside it. BLAS takes several rows by other steps than one."""
     packed = block_bytes(granule, block).reshape(tiles(block.rows), -1)
     rows, start = slab_rows(block), scratch.mark()
     for lo in range(0, block.rows, rows):
@@ -177,7 +180,10 @@ def multiply(x: Float32, granule: Bytes, block: Block, out: Float32, scratch: Sc
         scratch.rewind(start)
         slab = widen(packed[lo // TILE_ROWS : tiles(hi)], block.cols, block.format, scratch)
         product = scratch.take((x.shape[0], len(slab)))
-        np.matmul(x, slab.T, out=product)
+        if apart:
+            np.matmul(x[:, None], slab.T, out=product[:, None])
+        else:
+            np.matmul(x, slab.T, out=product)
         if add:
             out[:, lo:hi] += product[:, : hi - lo]
         else:
