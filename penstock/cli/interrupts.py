@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -88,6 +90,37 @@ def taken(interrupt: KeyboardInterrupt) -> None:
     """Has to be called by whoever catches Ctrl-C and goes on."""
     if isinstance(interrupt, Interrupted):
         interrupt.by.take()
+
+
+@contextmanager
+def sigterm_ends(then: Callable[[], None]) -> Iterator[None]:
+    """In this block SIGTERM breaks off what is done, as Ctrl-C does, and the block is left as if it had come to its
+    end, after `then`. Whoever ends services takes any other code for a fault. By its own default the process would be
+    killed, and leave files behind. Nothing is done in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        if not callable(on_interrupt := signal.getsignal(signal.SIGINT)):  # Ctrl-C is ignored
+            raise KeyboardInterrupt
+        on_interrupt(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        if not came:
+            raise
+        then()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        by = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        if came and isinstance(by, Interrupts):
+            by.take()
 
 
 def _is_no_place(frame: FrameType | None) -> bool:

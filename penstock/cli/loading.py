@@ -14,6 +14,8 @@ from penstock.spec.ask import Ask
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from penstock.serve.cached import Require
     from penstock.serve.engine import Engine
     from penstock.serve.loading import Loading
@@ -38,17 +40,19 @@ def packed_model(
     unpacked: bool = False,
     sparsity: str = "auto",
     require: Require | None = None,
+    ends: Event | None = None,
 ) -> Source:
     """The packed model of MODEL. A model of the Hub is downloaded first, and a checkpoint is packed into the cache; a
     device that is not here is refused before that. `sparsity`: one that the checkpoint cannot have is refused before
-    that too. `chat`, `unpacked`, `require`: as for `resolve`. Raises BadRequest, and as `resolve`."""
+    that too. `chat`, `unpacked`, `require`: as for `resolve`. `ends`: as for `progress`. Raises BadRequest, and as
+    `resolve`."""
     from penstock.planner.firing import require_unpacked
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
     limit_bytes = None if cache_limit is None else parse_bytes(cache_limit, "--cache-limit")
     require_present(machine.device)
-    with progress() as tell:
+    with progress(ends) as tell:
         return resolve(
             model,
             weights=weights,
@@ -107,11 +111,12 @@ def loaded(
     family: str | None = None,
     prompt: Sequence[int] = (),
     copy: When = "after",
+    ends: Event | None = None,
 ) -> Iterator[Engine]:
     """Yields an engine with its weights in place, and closes it at the end. `copy`: when a packed copy that the model
     lacks is written. Where it cannot be written that is noted, and the caller's work stands. `record`: a trace of the
     engine's passes. `tokenizer`: the model's, where it is open already. `beside_bytes`, `guide_bytes`, `family`,
-    `prompt`: as for `Loading`. Raises as `Engine.open`."""
+    `prompt`: as for `Loading`. `ends`: as for `progress`. Raises as `Engine.open`."""
     from penstock.serve.engine import Engine
 
     how = loading(
@@ -123,7 +128,7 @@ def loaded(
         family=family,
         prompt=tuple(prompt),
     )
-    with progress() as tell:
+    with progress(ends) as tell:
         engine = Engine.open(source, ask, how, tell)
     try:
         if copy == "first":

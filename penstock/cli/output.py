@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.units import format_bytes, format_left, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from penstock.planner.predict import Prediction
     from penstock.runtime.host import Progress
     from penstock.serve.generation import Generation
@@ -133,17 +135,26 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
+def progress(ends: Event | None = None) -> Iterator[Progress]:
     """Yields `tell(text, done, total)`. `done` and `total` count bytes, or tokens, layers, lines or answers where the
     text ends so. A text that begins with "answers, " says by itself how fast they come and what is left. With a `total`
     of 0 the text is printed as a note.
 
     A terminal gets one line that is rewritten, and cleared at the end; a file or pipe gets a line now and then. Work
-    that takes less than half a second is not shown.
+    that takes less than half a second is not shown. `ends`: once it is set, `tell` raises Ending, which breaks the work
+    off.
     """
     shown = _Shown(sys.stderr.isatty())
+
+    def tell(text: str, done: int, total: int) -> None:
+        if ends is not None and ends.is_set():
+            from penstock.serve.scheduler import Ending
+
+            raise Ending("the server is ending")
+        shown.tell(text, done, total)
+
     try:
-        yield shown.tell
+        yield shown.tell if ends is None else tell
     finally:
         shown.clear()
 

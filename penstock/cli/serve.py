@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.flags import flag
+from penstock.cli.interrupts import sigterm_ends
 from penstock.cli.loading import loaded, packed_model
 from penstock.cli.options import (
     CacheLimit,
@@ -134,6 +136,14 @@ def serve(
     /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics and /v1/plan.
     SIGTERM and Ctrl-C take no more requests, let what is under way end, and end with code 0.
     """
+    with sigterm_ends(partial(note, "ended")):
+        _serve(model, machine, work, serving, weights, plan_file, cache_limit)
+
+
+def _serve(
+    model: str, machine: Machine, work: ServeWorkload, serving: Serving, weights: str | None, plan_file: str | None,
+    cache_limit: str | None,
+) -> None:  # fmt: skip
     if missing := [each for each in _NEEDED if importlib.util.find_spec(each) is None]:
         raise BadRequest(f"the server needs {', '.join(missing)}: pip install 'penstock[serve]'")
     machine.prepare()
@@ -142,22 +152,22 @@ def serve(
     paths = serving.paths(model)
     if plan and len(paths) > 1:
         raise BadRequest("--plan is of one model: give no --model beside it")
-    kept = serving.kept()
+    kept, ends = serving.kept(), threading.Event()
     from penstock.serve.api.server import serve as listen
     from penstock.serve.api.shelf import Shelf
 
     def load(called: str) -> Loaded:
-        sparsity = work.sparsity if plan is None else plan.sparsity
         # KV that is kept is found by the checksums of a packed copy, and a plan of a file is for one.
         unpacked = plan is None and kept is None
-        source = packed_model(paths[called], weights, machine, cache_limit, True, unpacked, sparsity)
-        return _load(called, source, ask, machine, plan, serving, kept)
+        how: Any = {"sparsity": work.sparsity if plan is None else plan.sparsity, "ends": ends}
+        source = packed_model(paths[called], weights, machine, cache_limit, True, unpacked, **how)
+        return _load(called, source, ask, machine, plan, serving, kept, ends)
 
     first = load(next(iter(paths)))
     engine = first.service.engine
     context, speed = engine.plan.context, engine.prediction.decode_tokens_per_s
     sequences = engine.plan.at_once(engine.ask.batch, engine.ask.sequence_tokens)
-    shelf = Shelf(first, {called: partial(load, called) for called in paths}, serving.queue)
+    shelf = Shelf(first, {called: partial(load, called) for called in paths}, serving.queue, ends.set)
     del first, engine  # this model may give its place to another one
 
     def ready(at: int) -> None:
@@ -170,10 +180,11 @@ def serve(
 
 
 def _load(
-    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, serving: Serving, kept: KeptKv | None
-) -> Loaded:
-    """Loads a model and begins to answer with it. A packed copy that it lacks is written meanwhile. Raises as
-    `loaded`."""
+    name: str, source: Source, ask: Ask, machine: Machine, plan: Plan | None, serving: Serving, kept: KeptKv | None,
+    ends: threading.Event,
+) -> Loaded:  # fmt: skip
+    """Loads a model and begins to answer with it. A packed copy that it lacks is written meanwhile. `ends`: the server
+    is ending, and loads no more. Raises as `loaded`."""
     from penstock.planner.pace import pace
     from penstock.planner.pass_times import PassTimes
     from penstock.planner.swap import swap
@@ -185,9 +196,10 @@ def _load(
     with ExitStack() as stack:
         stack.callback(source.close)
         tokenizer = source.open_tokenizer(ask.host_memory_bytes, not machine.no_verify)
+        stack.callback(tokenizer.close)  # its process would live on where loading fails
         guide = guide_bytes(tokenizer.size) if has_guides() and not serving.no_schemas else 0
         beside: dict[str, Any] = {"tokenizer": tokenizer, "beside_bytes": SERVER_BYTES + guide, "guide_bytes": guide}
-        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside, copy="beside"))
+        engine = stack.enter_context(loaded(source, ask, machine, plan, **beside, copy="beside", ends=ends))
         tempo = pace(engine.plan, engine.machine)
         note(tempo.reason)
         times = PassTimes(engine.plan, engine.machine, tempo.mixed)

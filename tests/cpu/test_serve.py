@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import time
@@ -20,7 +21,8 @@ import pytest
 from penstock.serve.api.guard import Access, Guard, Limits
 from penstock.serve.engine import Engine
 from penstock.serve.sampling import SamplingParams
-from tests.cpu.commands import here
+from tests.cpu.cached_copies import make_checkpoint
+from tests.cpu.commands import here, machine_cache, start
 from tests.cpu.engines import load
 from tests.cpu.servers import CONTEXT, Server, serving, text_of
 
@@ -356,6 +358,20 @@ def test_sigterm_lets_answers_end_and_takes_no_more(model: Path, cache: Path, en
         assert text == text_of(engine, "Once", max_tokens=100, ignore_eos=True)
         server.process.wait(600)
     assert server.process.returncode == 0 and "penstock: ended\n" in server.said
+
+
+def test_sigterm_while_the_model_is_loaded_leaves_nothing(tmp_path: Path) -> None:
+    model, temporary = make_checkpoint(tmp_path / "model"), tmp_path / "temporary"
+    temporary.mkdir()
+    flags = ("--cache", machine_cache(tmp_path / "cache"), "--port", 0, "--context", CONTEXT)
+    process = start("serve", model, *flags, env={**os.environ, "TMPDIR": str(temporary)})
+    while not list(temporary.iterdir()):  # its small files
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0 and said.endswith(b"penstock: ended\n")
+    assert b"Traceback" not in said and not list(temporary.iterdir())
 
 
 def test_answers_are_not_kept_from_those_who_wait(server: Server) -> None:

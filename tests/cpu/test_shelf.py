@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import re
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,9 @@ import openai
 import pytest
 from fastapi import Request
 
+from penstock.cli.options import Machine
+from penstock.cli.output import progress
+from penstock.cli.serve import Serving, _load
 from penstock.errors import DamagedModel, DoesNotFit
 from penstock.planner.pace import Pace
 from penstock.serve.api.answers import Gone
@@ -22,6 +27,9 @@ from penstock.serve.api.desk import Desk
 from penstock.serve.api.shelf import Hold, Loaded, Shelf
 from penstock.serve.failures import Failures
 from penstock.serve.scheduler import Ending, QueueFull
+from penstock.serve.source import Source
+from penstock.serve.tokenizer import Tokenizer
+from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32
 from penstock.store.synth import synth
 from tests.cpu.configs import TINY_CONFIGS
@@ -32,12 +40,18 @@ from tests.cpu.servers import CONTEXT, serving, text_of
 class Fake:
     """Models that are loaded in no time. `events`: what happened to them."""
 
-    def __init__(self, *names: str, queue: int = 100, failing: str = "") -> None:
+    def __init__(self, *names: str, queue: int = 100, failing: str = "", slow: str = "") -> None:
         self.events: list[str] = []
-        self.failing = failing
-        self.shelf = Shelf(self.load(names[0]), {name: lambda name=name: self.load(name) for name in names}, queue)
+        self.failing, self.slow, self.ends = failing, slow, threading.Event()
+        loads = {name: lambda name=name: self.load(name) for name in names}
+        self.shelf = Shelf(self.load(names[0]), loads, queue, self.ends.set)
 
     def load(self, name: str) -> Loaded:
+        if name == self.slow:
+            with progress(self.ends) as tell:
+                while True:
+                    time.sleep(0.01)
+                    tell("packing", 1, 2)
         if name == self.failing:
             self.events.append(f"{name} fails")
             raise DoesNotFit("no room", tier="host", need_bytes=2, have_bytes=1, minimum_bytes=2)
@@ -182,6 +196,39 @@ def test_an_ending_server_takes_none_and_loads_none() -> None:
     run(scenario)
 
 
+def test_a_server_that_ends_loads_no_further_and_tells_those_who_wait() -> None:
+    async def scenario() -> None:
+        fake = Fake("a", "b", slow="b")
+        waiting = [asyncio.ensure_future(fake.shelf.hold(name)) for name in "bab"]
+        await asyncio.sleep(0.05)
+        assert fake.events == ["a loaded", "a closed"]
+        fake.shelf.refuse("the server is ending")
+        for each in waiting:  # packing, which a load may begin with, takes many minutes
+            with pytest.raises(Ending, match="ending"):
+                await asyncio.wait_for(each, 60)
+        assert await asyncio.to_thread(fake.shelf.settle, 60)
+        fake.shelf.close()
+        assert fake.events == ["a loaded", "a closed"]
+
+    run(scenario)
+
+
+def test_a_request_that_leaves_the_line_lets_those_behind_it_go_on() -> None:
+    async def scenario() -> None:
+        fake = Fake("a", "b")
+        held = await fake.shelf.hold("a")
+        gone = asyncio.ensure_future(fake.shelf.hold("b"))
+        behind = asyncio.ensure_future(fake.shelf.hold("a"))
+        await asyncio.sleep(0.01)
+        assert not behind.done()
+        gone.cancel()
+        (await asyncio.wait_for(behind, 60)).end()  # while the first one is still answered
+        held.end()
+        assert fake.events == ["a loaded"]
+
+    run(scenario)
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(5))
 def test_every_request_gets_its_model_in_the_end(seed: int) -> None:
@@ -252,6 +299,22 @@ def test_a_server_with_two_models(two: dict[str, Path], cache: Path) -> None:
         assert re.search(r"^penstock_model_loaded 1.0$", metrics, re.MULTILINE)
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         assert len(children) <= 1  # the tokenizer of the one that is loaded
+
+
+def test_a_model_that_does_not_load_leaves_no_process(two: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    before, here = children.read_text(), list[str]()
+
+    def refusing(*_: object, tokenizer: Tokenizer, **how: object) -> None:
+        tokenizer.encode("a")
+        here.append(children.read_text())
+        raise DoesNotFit("no room", tier="host", need_bytes=2, have_bytes=1, minimum_bytes=2)
+
+    monkeypatch.setattr("penstock.cli.serve.loaded", refusing)
+    how: Any = {"ask": Ask(), "machine": Machine(), "plan": None, "serving": Serving(), "kept": None}
+    with pytest.raises(DoesNotFit) as refused:  # whose frames hold what was opened
+        _load("small", Source(two["small"], None), **how, ends=threading.Event())
+    assert refused.value and here != [before] and children.read_text() == before
 
 
 def test_names_and_paths_are_checked(two: dict[str, Path], cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

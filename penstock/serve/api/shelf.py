@@ -55,13 +55,17 @@ class Shelf:
     first  the model that is loaded already
     load   by the name of each model, the first one too: loads it
     queue  the most requests that may wait for a model that is not loaded
+    ends   is called when the server ends. A load that is under way should end soon after that, with any error
     """
 
-    def __init__(self, first: Loaded, load: Mapping[str, Callable[[], Loaded]], queue: int) -> None:
+    def __init__(
+        self, first: Loaded, load: Mapping[str, Callable[[], Loaded]], queue: int,
+        ends: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.names = (first.name, *(name for name in load if name != first.name))
         self.now: Loaded | None = first
         self.ending = False
-        self._load_by_name, self._queue = load, queue
+        self._load_by_name, self._queue, self._ends = load, queue, ends
         self._line: deque[tuple[str, asyncio.Future[Hold]]] = deque()
         self._users = 0
         self._loading: asyncio.Task[None] | None = None
@@ -81,6 +85,7 @@ class Shelf:
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
                 waiting.result().end()
+            self._advance()  # those behind it may go on
             raise
 
     def refuse(self, why: str) -> None:
@@ -88,6 +93,11 @@ class Shelf:
         self.ending, self._why = True, why
         if self.now is not None:
             self.now.service.refuse(why)
+        self._ends()
+        while self._loading is not None and self._line:  # packing a model may take many minutes
+            _, waiting = self._line.popleft()
+            if not waiting.done():
+                waiting.set_exception(Ending(why))
         self._advance()
 
     def abandon(self) -> None:
