@@ -92,7 +92,7 @@ def batch(
     # A plan of a file is for a packed model, and nodes are told its checksum.
     unpacked = plan is None and nodes is None
     with ExitStack() as stack:
-        source = packed_model(model, weights, machine, cache_limit, True, unpacked, sparsity)
+        source = packed_model(model, weights, machine, cache_limit, True, unpacked, sparsity, plan)
         stack.callback(source.close)
         terms = _Terms.of(source, work, machine, plan, names=_names(model, name), max_tokens=max_tokens)
         source, lines, journal = _begun(stack, source, as_path(requests), out, terms, machine)

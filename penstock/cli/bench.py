@@ -120,7 +120,7 @@ def _measured(
     """`penstock bench MODEL`: what answers of this model took. Raises BadRequest, and as `packed_model` and
     `loaded`."""
     sparsity = work.sparsity if plan is None else plan.sparsity
-    source = packed_model(model, weights, machine, cache_limit, sparsity=sparsity)
+    source = packed_model(model, weights, machine, cache_limit, sparsity=sparsity, plan=plan)
     from penstock.serve.bench import WantedRun, bench
 
     wanted = WantedRun(work.prompt_tokens, work.output_tokens, measuring.repeats, measuring.seconds)

@@ -49,7 +49,8 @@ def eval_(
 
     verify = not machine.no_verify
     with ExitStack() as stack:
-        sources = [packed_model(model, weights, machine, cache_limit, unpacked=plan is None, sparsity=sparsity)]
+        unpacked = plan is None
+        sources = [packed_model(model, weights, machine, cache_limit, False, unpacked, sparsity, plan)]
         stack.callback(sources[0].close)
         if against is not None:
             sources.append(packed_model(against, None, machine, cache_limit, unpacked=True))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.cli.options import Machine, file_to_write, where
 from penstock.cli.output import note, progress
 from penstock.errors import PenstockError
 from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.serve.source import Source
     from penstock.serve.tokenizer import Tokenizer
     from penstock.serve.trace_file import TraceFile
+    from penstock.spec.model import ModelSpec
     from penstock.spec.plan import Plan
 
 # When a packed copy is written that a checkpoint lacks: before the caller has the engine; when the caller is done, or
@@ -39,14 +41,14 @@ def packed_model(
     chat: bool = False,
     unpacked: bool = False,
     sparsity: str = "auto",
+    plan: Plan | None = None,
     require: Require | None = None,
     ends: Event | None = None,
 ) -> Source:
     """The packed model of MODEL. A model of the Hub is downloaded first, and a checkpoint is packed into the cache; a
-    device that is not here is refused before that. `sparsity`: one that the checkpoint cannot have is refused before
-    that too. `chat`, `unpacked`, `require`: as for `resolve`. `ends`: as for `progress`. Raises BadRequest, and as
-    `resolve`."""
-    from penstock.planner.firing import require_unpacked
+    device that is not here is refused before that. `sparsity`, `plan`: one that the checkpoint cannot have is refused
+    before that too. `chat`, `unpacked`, `require`: as for `resolve`. `ends`: as for `progress`. Raises BadRequest, and
+    as `resolve`."""
     from penstock.runtime.device.choose import require_present
     from penstock.serve.source import resolve
 
@@ -64,8 +66,25 @@ def packed_model(
             chat=chat,
             where=where(),
             unpacked=unpacked,
-            require=require or partial(require_unpacked, sparsity),
+            require=_requiring(sparsity, plan, weights, require),
         )
+
+
+def _requiring(sparsity: str, plan: Plan | None, weights: str | None, more: Require | None) -> Require:
+    """What is asked of a checkpoint before it is packed. `more`: is asked too."""
+    from penstock.graph.check_plan import check_plan
+    from penstock.planner.firing import require_unpacked
+
+    def require(spec: ModelSpec, where: str) -> None:
+        require_unpacked(sparsity, spec, where)
+        if more is not None:
+            more(spec, where)
+        if plan is not None:
+            from penstock.store.own import own_model
+
+            check_plan(plan, *own_model(Path(where), parse_format(weights) if weights else None))
+
+    return require
 
 
 @contextmanager

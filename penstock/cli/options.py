@@ -269,8 +269,8 @@ def given_plan(file: str | None, machine: Machine, work: Workload) -> Plan | Non
     flags = {"--kv": work.kv, "--kv-home": work.kv_home, "--context": work.context, "--resident": machine.resident}
     flags |= {"--sparsity": work.sparsity != "auto", "--attention": work.attention != "full"}
     flags |= {"--kv-tokens": work.kv_tokens} if isinstance(work, SharedWorkload) else {}
-    if any(flags.values()):
-        raise BadRequest(f"--plan says what {', '.join(flags)} would: give one or the other")
+    if given := [name for name, value in flags.items() if value]:
+        raise BadRequest(f"--plan says what {', '.join(given)} would: give one or the other")
     return _read_plan(file)
 
 

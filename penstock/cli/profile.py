@@ -75,7 +75,8 @@ def profile(
     from penstock.store.profile_file import keep, kept
 
     require = profiling.require_counted if below is None else partial(levels.require, below)
-    source = packed_model(model, weights, machine, cache_limit, unpacked=True, require=require)
+    # Levels are worked out from the copy's files, so --below packs first.
+    source = packed_model(model, weights, machine, cache_limit, unpacked=below is None, require=require)
     spec = source.spec(not machine.no_verify)
     require(spec, str(source.called))
     if beside is not None and (below is not None or not spec.fires):

@@ -118,10 +118,11 @@ def run(
         # A plan of a file is for a packed model, and so are answers.
         unpacked = plan is None and record is None
         sparsity = work.sparsity if plan is None else plan.sparsity
-        source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked, sparsity)
+        more = None if record is None else require_answers
+        source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked, sparsity, plan, more)
         at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind
-        if keep is not None:
-            require_answers(source.spec(not machine.no_verify), str(source.folder))
+        if more is not None:
+            more(source.spec(not machine.no_verify), str(source.called))
         _import_ahead("penstock.serve.engine")
         # Opened before the weights are loaded: a tokenizer that is refused should not wait for them.
         with source.naming():

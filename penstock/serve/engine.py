@@ -16,6 +16,7 @@ from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph import passes
 from penstock.graph.tasks import Pass
 from penstock.planner.explain import Band
+from penstock.planner.firing import check_sparsity
 from penstock.planner.predict import Prediction
 from penstock.planner.solve import settle_context
 from penstock.runtime.host import Progress
@@ -108,6 +109,7 @@ class Engine:
         BadRequest for a given plan that makes no sense or is for another model; StorageFailed, DeviceFailed."""
         packed = open_packed(folder, how.verify)
         if (ask.sparsity if how.plan is None else how.plan.sparsity) == "predict":
+            check_sparsity(replace(ask, sparsity="predict"), packed.spec, None)  # advises no training where none helps
             packed = with_predictors(packed)
         return cls._loaded(packed, plan_here(ask, packed, how, on_progress), on_progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from penstock.spec.parts import MIXED, parts
 from penstock.spec.predictors import Predictors
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
-from penstock.store.header import quoted, read_header
+from penstock.store.header import KINDS, TensorInfo, quoted, read_header
 from penstock.store.manifest import CONFIG
 from penstock.store.packed import is_packed, orders_of, part_disks, read_config, read_manifest
 from penstock.store.profile_file import kept
@@ -54,31 +55,42 @@ def describe(
     model = shapes.locate(model)
     manifest = read_manifest(model) if is_packed(model) else None
     config, spec = read_config(model, manifest.files if verify and manifest is not None else (), to_plan=to_plan)
-    if weights is not None:
-        return spec, weights
     if manifest is not None:
-        return spec, manifests.formats(manifest)
+        return spec, weights or manifests.formats(manifest)
     how = quantization_of(config, str(model))
     if is_gguf(model) or (how is not None and model.is_dir() and any(model.glob("*.safetensors"))):
-        from penstock.store.own import own_format  # with numpy, which planning goes without
+        from penstock.store.own import own_model  # with numpy, which planning goes without
 
-        return spec, own_format(model)
+        return own_model(model, weights)
     if how is None and KEY not in config and model.is_dir():
-        _refuse_codes(model)
+        if _kinds(model) - {spec.dtype}:  # config.json says another one than the files have, or not all have one
+            from penstock.store.own import own_model
+
+            with suppress(PenstockError):
+                return own_model(model, weights)
+        return spec, weights or Format(spec.dtype)
+    if weights is not None:
+        return spec, weights
     return spec, own_weights(config, spec, str(model)) if how is None else _quantised(spec, how, str(model))
 
 
-def _refuse_codes(folder: Path) -> None:
-    """Raises UnsupportedModel where a checkpoint has quantised tensors that its config.json says nothing of. Headers
-    that cannot be read are for `pack` to complain of: a plan needs config.json alone."""
+def _kinds(folder: Path) -> set[str]:
+    """The number formats of a checkpoint's matrices of floats, by its files' headers. Those that cannot be read are for
+    `pack` to complain of: a plan needs config.json alone. Raises UnsupportedModel where there are quantised tensors,
+    which its config.json says nothing of."""
+    found: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
-        coded: list[str] = []
+        tensors: Mapping[str, TensorInfo] = {}
         with suppress(PenstockError):
-            coded = [name for name, tensor in read_header(file).tensors.items() if _has_codes(name, tensor.dtype)]
-        if coded:
-            raise UnsupportedModel(
-                f"{folder} has {quoted(coded[0])}, which is quantised, but no {KEY} in {CONFIG} that says how"
-            )
+            tensors = read_header(file).tensors
+        for name, tensor in tensors.items():
+            if _has_codes(name, tensor.dtype):
+                raise UnsupportedModel(
+                    f"{folder} has {quoted(name)}, which is quantised, but no {KEY} in {CONFIG} that says how"
+                )
+            if len(tensor.shape) > 1 and tensor.dtype in KINDS:
+                found.add(KINDS[tensor.dtype])
+    return found
 
 
 def _has_codes(name: str, dtype: str) -> bool:

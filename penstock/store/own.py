@@ -23,15 +23,25 @@ from penstock.units import format_bytes
 
 
 def own_format(src: Path) -> Format:
-    """The format that `pack` gives to the weights of a checkpoint where no other one is asked for. Reads headers, and
-    no weights. The header of a GGUF file is read once: one with 128 thousand tokens takes 40 ms. Raises as `pack`."""
+    """The format that `pack` gives to the weights of a checkpoint where no other one is asked for. Raises as `pack`."""
+    return own_model(src)[1]
+
+
+def own_model(src: Path, wanted: Format | None = None) -> tuple[ModelSpec, Format]:
+    """The spec and the formats that `pack` gives to a checkpoint whose weights are `wanted` in a format, None for its
+    own. Reads headers, and no weights. The header of a GGUF file is read once: one with 128 thousand tokens takes
+    40 ms. Raises as `pack`."""
     spec = None if is_gguf(src) else read_config(src)[1]
     with Checkpoint.open(src) as checkpoint:
         if spec is None:
             assert checkpoint.gguf is not None
             spec = read_opened(checkpoint.gguf, src)[1]
         checkpoint.require_order(may_lack_it=True)
-        return own_weights(checkpoint, replace(spec, dtype=own_dtype(checkpoint, spec)))
+        spec = replace(spec, dtype=own_dtype(checkpoint, spec))
+        own = own_weights(checkpoint, spec)
+        if wanted is not None and wanted != own:
+            require_floats(checkpoint, spec, own)
+        return spec, wanted or own
 
 
 def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:

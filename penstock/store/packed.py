@@ -115,6 +115,14 @@ def has_sums(folder: Path) -> bool:
     return bool(read_files(folder))
 
 
+def _no_config(folder: Path) -> str:
+    """What is wrong with a folder without config.json, and what would work where it holds GGUF files."""
+    files = sorted(file for file in folder.glob("*.gguf") if "mmproj" not in file.name)
+    if not files:
+        return f"{folder} holds no {CONFIG}: a model folder has one"
+    return f"{folder} holds no {CONFIG}, but GGUF files: name one, such as {files[0]}"
+
+
 def read_config(
     path: Path, listed: Sequence[PackedFile] = (), *, to_plan: bool = False
 ) -> tuple[dict[str, Any], ModelSpec]:
@@ -130,9 +138,7 @@ def read_config(
         return read_opened(open_gguf(path), path, to_plan=to_plan)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
-        raise BadRequest(
-            f"{path} holds no {CONFIG}: a model folder has one" if path.is_dir() else f"{path} is not there"
-        )
+        raise BadRequest(_no_config(path) if path.is_dir() else f"{path} is not there")
     if file.suffix == ".safetensors":
         raise BadRequest(f"{path} is a weights file: give its folder, which should hold {CONFIG}")
     content = read_bytes(file, MAX_CONFIG_BYTES)

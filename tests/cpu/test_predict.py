@@ -138,7 +138,7 @@ def test_who_has_no_predictors_is_told_how(tmp_path: Path, call: Call) -> None:
     with pytest.raises(BadRequest, match="penstock train-predictors"):
         load(folder, context=64, sparsity="predict")
     plain = make_model(tmp_path, "llama", "float32")
-    with pytest.raises(BadRequest, match="no predictors"):
+    with pytest.raises(BadRequest, match="no ReLU"):
         load(plain, context=64, sparsity="predict")
     give_predictors(folder, 0.0)
     with load(folder, context=64, sparsity="predict") as engine:

@@ -18,6 +18,7 @@ from penstock.store.profile_file import FILE, keep
 from tests.cpu.commands import Call, refused
 from tests.cpu.engines import GREEDY, load, make_model, streaming
 from tests.cpu.test_neurons import relu_model
+from tests.cpu.test_plans_of_files import quantised_folder
 from tests.cpu.test_predict import replace_levels
 
 
@@ -52,6 +53,25 @@ def test_a_level_leaves_its_share_out(tmp_path: Path, weights: str) -> None:
         with load(folder, context=64, kv="float32", sparsity="threshold") as engine:
             alone.append(engine.generate([prompt], GREEDY)[0].token_ids)
     assert answers == [alone, alone]
+
+
+@pytest.mark.parametrize("kind", ["awq", "float8"])
+def test_levels_of_a_quantised_folder(tmp_path: Path, call: Call, kind: str) -> None:
+    """At its first use; those of the same numbers in float32."""
+    folder = quantised_folder(tmp_path, kind)
+    text = tmp_path / "text.txt"
+    text.write_text("a text of some words. " * 30)
+    wide = tmp_path / f"{kind}-wide"
+    found = [
+        [
+            each["level"]
+            for each in call("profile", one, text, "--below", "0.5", "--exact", "--kv", "float32").report["layers"]
+        ]
+        for one in (folder, wide)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    scores = call("eval", folder, text, "--sparsity", "threshold", "--against", folder).report
+    assert scores["kl"] > 0
 
 
 def test_a_level_of_nothing_changes_no_bit(tmp_path: Path) -> None:
