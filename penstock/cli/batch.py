@@ -290,6 +290,7 @@ def _over_nodes(
     job: _Job, surveyed: Survey, model: str, weights: str | None, nodes: int, quiet: bool
 ) -> dict[str, Any]:
     """Answers by engines on several machines, and says how it went unless `quiet`. Returns the result as JSON."""
+    from penstock.planner.explain import rate
     from penstock.serve.batch.nodes import NodeWork, Told, answer
     from penstock.store.predictors import model_sha256
 
@@ -304,8 +305,8 @@ def _over_nodes(
 
         def hear(block: dict[str, Any]) -> None:
             told.add(block)
-            rate = told.tokens.output / (time.perf_counter() - start_s)
-            tell(f"{rate:.3g} tok/s; answers", told.answers, surveyed.answers)
+            speed = rate(told.tokens.output / (time.perf_counter() - start_s))
+            tell(f"{speed} tok/s; answers", told.answers, surveyed.answers)
 
         try:
             answer(work, job.lines, job.journal, surveyed, nodes, hear)
@@ -314,8 +315,8 @@ def _over_nodes(
             raise
     seconds = time.perf_counter() - start_s
     if not quiet:
-        rate = told.tokens.output / seconds
-        note(f"{told.answers} answers, {told.tokens.output} tokens in {format_seconds(seconds)}: {rate:.3g} tok/s")
+        speed = rate(told.tokens.output / seconds)
+        note(f"{told.answers} answers, {told.tokens.output} tokens in {format_seconds(seconds)}: {speed} tok/s")
     return report_of_nodes(told, nodes, seconds, counts(None, refused + told.failed, job.before, len(job.lines)))
 
 

@@ -22,7 +22,9 @@ class ShownBatch:
         self._tell, self._answers = tell, answers
 
     def tell(self, done: Done) -> None:
-        parts = ["answers", f"{done.generation_tokens_per_s:.3g} tok/s"]
+        from penstock.planner.explain import rate
+
+        parts = ["answers", f"{rate(done.generation_tokens_per_s)} tok/s"]
         moved = sum(count for lane, count in done.bytes_moved.items() if is_disk(lane))
         if moved and done.seconds:
             parts.append(f"disk {format_rate(moved / done.seconds)}")
@@ -35,10 +37,12 @@ class ShownBatch:
 
 def say_done(done: Done) -> None:
     """Prints what a run did on this machine."""
+    from penstock.planner.explain import rate
+
     note(
         f"{done.answers} answers, {done.tokens.output} tokens in {format_seconds(done.seconds)} (predicted"
-        f" {format_seconds(done.foretold.seconds)}): {done.generation_tokens_per_s:.3g} tok/s, decoding"
-        f" {done.decode_tokens_per_s:.3g}; {done.tokens.cached} of {done.tokens.prompt} prompt tokens were read"
+        f" {format_seconds(done.foretold.seconds)}): {rate(done.generation_tokens_per_s)} tok/s, decoding"
+        f" {rate(done.decode_tokens_per_s)}; {done.tokens.cached} of {done.tokens.prompt} prompt tokens were read"
         " once for several"
     )
 

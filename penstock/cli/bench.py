@@ -23,7 +23,7 @@ from penstock.cli.options import (
     as_path,
     given_plan,
 )
-from penstock.cli.output import print_json, progress
+from penstock.cli.output import fitted, print_json, progress
 from penstock.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def bench(
         ask = work.ask(machine)
         with tracing(trace, f"penstock bench {target}") as record:
             result = _measured(target, machine, work, ask, measuring, plan, record, weights, cache_limit)
-            print(table(result))
+            print(fitted(table(result)))
         if as_json:
             print_json(result.to_json())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from penstock.cli.options import CacheName, Json, cache_folder
-from penstock.cli.output import note, one_line, print_json
+from penstock.cli.output import note, one_line, print_json, table
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,13 +43,7 @@ def list_(cache: CacheName = None, as_json: Json = False) -> None:
     if not entries:
         note(f"{models} holds no packed models")
         return
-    rows = [_HEAD, *(_row(entry, entry.name in in_use) for entry in entries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
-    for row in rows:
-        cells = [
-            cell.rjust(w) if i == 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
-        ]
-        print("  ".join([*cells, row[-1]]).rstrip())
+    print(table([_HEAD, *(_row(entry, entry.name in in_use) for entry in entries)], right=[2]))
     for entry in entries:
         if entry.why is not None:
             note(f"{entry.name}: {entry.why}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument
 
 from penstock.cli.options import Json, quiet_blas, where
-from penstock.cli.output import note, one_line, print_json
+from penstock.cli.output import note, one_line, print_json, table
 from penstock.errors import BadRequest, PenstockError
 from penstock.units import format_bytes
 
@@ -50,9 +50,7 @@ def import_(
     for each, (fmt, why) in zip(models, formats, strict=True):
         runs = one_line(f"no: {why}") if why else "yes"
         rows.append((one_line(each.name), one_line(fmt) or "–", format_bytes(each.nbytes), runs))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for name, fmt, size, runs in rows:
-        print(f"{name:<{widths[0]}}  {fmt:<{widths[1]}}  {size:>{widths[2]}}  {runs}")
+    print(table(rows, right=[2]))
 
 
 def _format(model: Found) -> tuple[str, str]:

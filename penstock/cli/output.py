@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,22 @@ def fits(text: str, columns: int | None = None) -> bool:
         return True
     tables = (list(rows) for count, rows in groupby(text.split("\n"), lambda line: len(_cells(line))) if count > 1)
     return all(max(map(len, _narrowed(rows))) <= max(_LEAST_COLUMNS, columns) for rows in tables)
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows below the first one, which heads them, as a table for stdout; each in lines of its own where the terminal
+    has no room for a table. `right`: columns that end at one place. No cell has a line break."""
+    head, *others = rows
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    if not (columns := stdout_columns()) or max(map(len, lines)) <= max(_LEAST_COLUMNS, columns):
+        return "\n".join(lines)
+    named = [", ".join(f"{what} {cell}" for what, cell in list(zip(head, row, strict=True))[1:]) for row in others]
+    return fitted("\n".join(f"{row[0]}\n  {rest}" for row, rest in zip(others, named, strict=True)))
 
 
 def stdout_columns() -> int:

@@ -171,7 +171,9 @@ def _serve(
     del first, engine  # this model may give its place to another one
 
     def ready(at: int) -> None:
-        note(f"{sequences} answers at once are predicted to have {speed:.3g} tokens/s together")
+        from penstock.planner.explain import rate
+
+        note(f"{sequences} answers at once are predicted to have {rate(speed)} tokens/s together")
         note(f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'} on {serving.url(at)}")
 
     with closing(shelf):

@@ -319,7 +319,9 @@ def spread(value: float, factor: float) -> tuple[float, float]:
 
 
 def rate(per_s: float) -> str:
-    """Tokens/s with three significant digits or so: 0.119, 7.21, 38.4, 412, 1.23e+06."""
+    """Tokens/s with three significant digits or so: 0, 0.119, 7.21, 38.4, 412, 2139, 1.23e+06."""
+    if per_s == 0:
+        return "0"
     return f"{per_s:.2e}" if per_s >= 1e6 else f"{per_s:.{_digits(per_s)}f}"
 
 

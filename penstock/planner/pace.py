@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.graph.passes import MIXED
+from penstock.planner.explain import rate
 from penstock.planner.pass_times import pass_s
 from penstock.planner.shorten import short
 from penstock.spec.machine import MachineSpec
@@ -63,8 +64,8 @@ def pace(plan: Plan, machine: MachineSpec) -> Pace:
         whose = "decode" if purpose == MIXED else "prefill"
         (other_rows, other_s, _) = min(ways, key=lambda way: way[0] / way[1])
         beside += (
-            f"; such passes are computed where {whose} is: {rows / mixed_s:.3g} tokens/s of prompts, and"
-            f" {other_rows / other_s:.3g} the other way"
+            f"; such passes are computed where {whose} is: {rate(rows / mixed_s)} tokens/s of prompts, and"
+            f" {rate(other_rows / other_s)} the other way"
         )
     return Pace(rows, ratio, beside, purpose)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BadRequest
 from penstock.hubs.where import Where
+from penstock.planner.explain import rate
 from penstock.planner.firing import require_unpacked
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
@@ -50,8 +51,10 @@ class LLM:
     The library reads no environment. To share copies with the command line where XDG_CACHE_HOME is set, name its
     subfolder `penstock` here. `score_rows`: how many tokens a pass of `score` takes. Each takes memory for one float32
     an entry of the vocabulary. `sparsity`: one of `spec.ask.SPARSITIES`. `attention`: "full", or for instance
-    "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy). `on_progress(text,
-    done, total)`: is called while downloading, packing and loading.
+    "top-k:0.1", where a query reads the values of its best tenth of the positions alone (lossy). `threads`: at most
+    one for each CPU that this process may use, which is also what None means. `exact`: quantised weights are multiplied
+    with float32 activations, not with int8 ones, and a quantised cache with float32 numbers. `on_progress(text, done,
+    total)`: is called while downloading, packing and loading.
 
     If all weights stay in RAM, a first use loads the checkpoint itself. A thread then writes the packed copy between
     passes, and a program's end waits for it. Where it cannot be written there is a warning.
@@ -76,6 +79,8 @@ class LLM:
         batch: int = 1,
         context: int | None = None,
         score_rows: int = DEFAULT_SCORE_ROWS,
+        threads: int | None = None,
+        exact: bool = False,
         cache: str | Path | None = None,
         verify: bool = True,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -83,6 +88,8 @@ class LLM:
     ) -> None:
         from penstock.serve.source import resolve
 
+        if threads is not None and threads < 1:
+            raise BadRequest(f"threads is {threads}; it should be at least 1")
         folder = Path(cache) if cache else default_cache()
         within_bytes = _size(host_memory, "host_memory")
         ask = Ask(
@@ -111,7 +118,7 @@ class LLM:
         )
         try:
             tokenizer = source.open_tokenizer(ask.host_memory_bytes, verify)
-            how = Loading(device=device, cache=folder, verify=verify, tokenizer=tokenizer)
+            how = Loading(device=device, cache=folder, threads=threads, exact=exact, verify=verify, tokenizer=tokenizer)
             self.engine = Engine.open(source, ask, how, on_progress)
         except BaseException:
             source.close()
@@ -225,7 +232,7 @@ class LLM:
         plan = self.engine.plan
         return (
             f"<LLM {self._name}: context {plan.context}, batch {self.engine.ask.batch}, "
-            f"{self.engine.prediction.decode_tokens_per_s:.3g} tokens/s promised>"
+            f"{rate(self.engine.prediction.decode_tokens_per_s)} tokens/s promised>"
         )
 
     def __enter__(self) -> LLM:

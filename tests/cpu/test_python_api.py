@@ -79,6 +79,17 @@ def test_a_model_tells_what_it_is(llm: LLM) -> None:
     assert f"{llm!r}".startswith("<LLM ") and "context 128, batch 2, " in f"{llm!r}"
 
 
+def test_exact_and_threads(tmp_path: Path, cache: Path) -> None:
+    """As the command line has them: exact rounds no activations, and threads change nothing."""
+    folder, scores = make_model(tmp_path, "llama", "int4"), []
+    for exact, threads in ((False, None), (False, 1), (True, 1)):
+        with LLM(folder, cache=cache, context=64, kv="float32", exact=exact, threads=threads) as llm:
+            scores.append(llm.score("hello there").logprobs)
+    assert scores[0] == scores[1] != scores[2]
+    with pytest.raises(BadRequest, match="threads is 0"):
+        LLM(folder, cache=cache, threads=0)
+
+
 def test_what_is_wrong_is_told(llm: LLM) -> None:
     for wrong in ("who?", [], [{}], [[]], [{"role": 3}], None):
         with pytest.raises(TypeError, match="messages should be"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.cli import entry
 from penstock.cli.options import Sampling
-from penstock.cli.output import _Shown, fitted, progress_line, speed_line, speed_parts
+from penstock.cli.output import _Shown, fitted, progress_line, speed_line, speed_parts, table
 from penstock.cli.run import answer
 from penstock.units import format_left
 from tests.cpu.commands import Outcome, here, machine_cache
@@ -171,3 +171,15 @@ def test_the_line_of_speed_fits_whatever_it_tells(speed: float, first_s: float, 
     told: Any = SimpleNamespace(decode_tokens_per_s=promised)
     line = speed_line(ran, told)
     assert len(f"penstock: {line}") < 80 and line.startswith(speed_parts(ran, told)[0])
+
+
+def test_a_table_that_is_too_wide_lists_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("name", "size", "packed from"), ("a-model", "5 MiB", "/here/a"), ("b", "12 MiB", "/here/with/a/long/name")]
+    wide = ["name       size  packed from", "a-model   5 MiB  /here/a", "b        12 MiB  /here/with/a/long/name"]
+    assert table(rows, right=[1]).split("\n") == wide
+    monkeypatch.setattr("penstock.cli.output.stdout_columns", lambda: 38)
+    listed = table(rows, right=[1]).split("\n")
+    assert listed[:2] == ["a-model", "  size 5 MiB, packed from /here/a"]
+    assert listed[2:] == ["b", "  size 12 MiB, packed from", "    /here/with/a/long/name"]
+    monkeypatch.setattr("penstock.cli.output.stdout_columns", lambda: 39)
+    assert table(rows, right=[1]).split("\n") == wide
