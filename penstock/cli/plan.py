@@ -256,7 +256,7 @@ def _plan_files(several: Several, how: _How) -> None:
     if how.as_json:
         print_json(report(planned))
     else:
-        print(table(planned))
+        print(fitted(table(planned)))
     note(several.message.partition(";")[0])
 
 

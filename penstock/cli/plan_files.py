@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.planner.predict import Prediction
     from penstock.planner.solve import Solved
 
-_LINE = "{:<22}{:>12}{:>12}{:>14}{:>16}"
+_NAME_COLUMNS = 22
 
 
 class PlannedFile(NamedTuple):
@@ -42,14 +42,16 @@ def table(planned: list[PlannedFile]) -> str:
     """A line for each file, without a newline at the end."""
     from penstock.planner.explain import rate
 
-    lines = [_LINE.format("", "size", "tokens/s", "first token", "disk per token")]
-    for choice, p, why in planned:
-        name, size = _name(choice, planned), format_bytes(choice.nbytes)
+    names = [_name(each.choice, planned) for each in planned]
+    line = f"{{:<{max(_NAME_COLUMNS, *map(len, names))}}}{{:>12}}{{:>12}}{{:>14}}{{:>16}}"
+    lines = [line.format("", "size", "tokens/s", "first token", "disk per token")]
+    for name, (choice, p, why) in zip(names, planned, strict=True):
+        size = format_bytes(choice.nbytes)
         if p is None:
-            lines.append(f"{_LINE.format(name, size, '–', '–', '–')}  {why}")
+            lines.append(f"{line.format(name, size, '–', '–', '–')}  {why}")
             continue
         disk = format_bytes(p.disk_bytes_per_token) if p.disk_bytes_per_token else "–"
-        lines.append(_LINE.format(name, size, rate(p.decode_tokens_per_s), format_seconds(p.ttft_s), disk))
+        lines.append(line.format(name, size, rate(p.decode_tokens_per_s), format_seconds(p.ttft_s), disk))
     return "\n".join(lines)
 
 

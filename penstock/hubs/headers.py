@@ -38,6 +38,7 @@ _MAX_FILES = 1000
 _AT_ONCE = 8  # requests
 # Of all files together; of the files of a split GGUF after the first, which have a list of tensors and little else.
 _MAX_READ_BYTES, _MAX_PART_HEADER_BYTES = 256_000_000, 4 << 20
+_MOST_FOR_SPLIT_BYTES = 64_000_000  # read before no other header of files that are split is: 4 to 15 MB each
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
     """Yields a function that gives, for each of several GGUF files of a repository, what a plan may read in its place.
 
     They are quantisations of one model, so one vocabulary is read, of the smallest file, and of each other one the
-    list of its tensors alone. Raises as `peek`; the function raises BadRequest for a file that is not made so.
+    list of its tensors alone. Those in several files say in their metadata how many: all of their headers is read, as
+    long as that is little. Raises as `peek`; the function raises BadRequest for a file that is not made so.
     """
-    wholes = [choice for choice in several.choices if len(choice.files) == 1][:_TRIED]
-    if not wholes:
-        raise several
+    wholes = [choice for choice in several.choices if len(choice.files) == 1] or list(several.choices)
+    wholes = wholes[:_TRIED]
     with temporary_folder() as folder:
         stub = _Stub(Hub(where, tell), several.listing, folder)
         for nth, each in enumerate(wholes):
@@ -99,8 +100,12 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
 
         def peeked(choice: Choice) -> Peeked:
             with _called(several.listing.repo, stub.folder):
-                if choice is not whole:
+                if choice is not whole and len(choice.files) == 1:
                     stub.sibling(choice, whole, first)
+                elif choice is not whole:
+                    if stub.read_bytes > _MOST_FOR_SPLIT_BYTES:
+                        raise BadRequest(f"{choice.main} is in several files: name it alone to plan it")
+                    stub.gguf(choice)
             return Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
 
         yield peeked
@@ -162,8 +167,8 @@ class _Stub:
         """A file that differs from `whole`, of which `first` was read, in its tensors' formats. Their list is looked
         for where it is about to begin, by the first tensor's name. All else is taken from `first`. Raises BadRequest
         where it is not there."""
-        if len(choice.files) > 1 or not first.header.tensors:
-            raise BadRequest(f"{choice.main} is in several files")
+        if not first.header.tensors:
+            raise BadRequest(f"{choice.main} is not made as {whole.main} is")
         name = next(iter(first.header.tensors)).encode()
         begins = len(name).to_bytes(8, "little") + name
         data_offset = first.header.data_offset

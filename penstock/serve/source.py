@@ -171,7 +171,8 @@ def resolve(
     packed; StorageFailed.
     """
     fmt = parse_format(weights) if weights else None
-    located = locate(model, where or Where(), on_progress, describe)
+    # What cannot run, or not with these weights, is refused before it is downloaded.
+    located = locate(model, where or Where(), on_progress, lambda path: describe(path, fmt))
     path = located.path
     shape = None if path.exists() else shapes.find(model)
     if shape is not None:

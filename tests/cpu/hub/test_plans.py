@@ -126,6 +126,48 @@ def test_a_plan_of_several_gguf_files(
     refused(apart("plan", "org/gguf", "--compare", *flags, env=environment), "org/gguf has 2 GGUF files", "BadRequest")
 
 
+def test_a_plan_of_gguf_files_that_are_split(
+    hub: FakeHub, environment: dict[str, str], ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Beside whole ones, and alone: each is planned as by its own headers."""
+    from tests.cpu import gguf_models
+    from tests.cpu.commands import ROOT, apart, machine_cache
+
+    tale, cache = ROOT / "penstock/assets/tale-llama", machine_cache(tmp_path / "cache")
+    words = gguf_models.tokenizer_metadata(tale, "gpt-2")
+    split: dict[str, dict[str, bytes]] = {}
+    for kind in (gguf_models.Kind.BF16, gguf_models.Kind.Q8_0):
+        folder = tmp_path / kind.name
+        folder.mkdir()
+        file = folder / f"tale-a-rather-long-name-{kind.name}.gguf"
+        gguf_models.convert(tale, file, lambda _, kind=kind: kind, words, split_max_tensors=30)
+        split[kind.name] = {part.name: part.read_bytes() for part in folder.iterdir()}
+    wide = split["BF16"]
+    assert len(wide) > 1
+    speeds = set()
+    for others in ({"tale-Q4_0.gguf": ggufs["tale-Q4_0.gguf"]}, split["Q8_0"]):
+        hub.repos["org/gguf"] = {**others, **wide}
+        found = apart("plan", "org/gguf", "--json", "--cache", cache, env=environment)
+        assert found.code == 0, found.err
+        each = {each["quantisation"]: each for each in found.report["files"]}
+        assert len(each) == 2 and all(one["why"] is None for one in each.values()), each
+        speeds.add(each["BF16"]["predicted"]["decode_tokens_per_s"])
+    alone = apart("plan", "org/gguf:BF16", "--json", "--cache", cache, env=environment)
+    assert speeds == {alone.report["predicted"]["decode_tokens_per_s"]}
+
+
+def test_a_format_that_is_refused_is_not_downloaded(
+    hub: FakeHub, environment: dict[str, str], ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    from tests.cpu.commands import apart, machine_cache, refused
+
+    hub.repos["org/gguf"] = ggufs
+    flags = ("--weights", "int8", "--json", "--cache", machine_cache(tmp_path / "cache"))
+    found = apart("run", "org/gguf:Q8_0", "hello", *flags, env=environment)
+    refused(found, "org/gguf/tale-Q8_0.gguf is quantised (q8_0)")
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
+
+
 def gguf_header(nbytes: int) -> bytes:
     """A GGUF file whose header has a list of so many bytes."""
     ahead = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x"
