@@ -20,17 +20,19 @@ from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers, whole_layers
 from penstock.planner.shares import split_granules
 from penstock.planner.shorten import quick
-from penstock.planner.solve import settle_context
+from penstock.planner.solve import settle_context, solve
 from penstock.planner.solve.flexgen import candidates, chunk_options, plan_of, search
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
+from penstock.spec.ask import Ask
+from penstock.spec.format import parse_format
 from penstock.spec.machine import Capacity
 from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB, TIB
-from tests.pure.machine import model
+from tests.pure.machine import LLAMA_1B, WITH_DEVICE, model
 from tests.pure.policy_cases import CASES, FP16, FUZZ, Case, random_case
 
 MACHINES = 400 if FUZZ else 40  # a machine takes half a second
@@ -199,6 +201,17 @@ def test_none_where_it_does_not_apply() -> None:
         assert not list(candidates(Problem(other, spec, fmt, machine)))
     tiny = replace(machine, tiers=tuple(replace(tier, bytes=65 * MIB) for tier in machine.tiers))
     assert not list(candidates(Problem(ask, spec, fmt, tiny)))
+
+
+@pytest.mark.parametrize("weights", ["q5_1", "q4_k"])
+def test_a_device_that_cannot_read_the_weights_has_no_plan(weights: str) -> None:
+    """Formats of GGUF files are the CPU's. Without its memory there is no plan beside the device either."""
+    ask = settle_context(Ask(batch=8, objective="throughput"), LLAMA_1B)
+    problem = Problem(ask, LLAMA_1B, parse_format(weights), WITH_DEVICE)
+    assert not problem.has_device and problem.device_bytes == 0
+    for candidate in candidates(problem):
+        check_plan(candidate.plan, LLAMA_1B, problem.weights)
+    check_plan(solve(ask, LLAMA_1B, problem.weights, WITH_DEVICE).plan, LLAMA_1B, problem.weights)
 
 
 def test_kv_stays_where_the_user_wants_it() -> None:

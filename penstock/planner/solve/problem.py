@@ -134,7 +134,10 @@ class Problem:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that a plan may take: all, or the user's limit. 0 without a device."""
+        """Bytes of device memory that a plan may take: all, or the user's limit. 0 without a device, and where a device
+        could not compute: its kernels cannot read formats of GGUF files, and have no levels."""
+        if self.weights.for_cpu or self.sparsity == "threshold":
+            return 0
         there = next((tier.bytes for tier in self.machine.tiers if tier.name == GPU.executor), 0)
         asked = self.ask.device_memory_bytes
         return there if asked is None else min(there, asked)
@@ -148,9 +151,8 @@ class Problem:
 
     @property
     def has_device(self) -> bool:
-        """Whether there is a device, and the ask allows it any memory. Its kernels cannot read formats of GGUF
-        files, and have no levels."""
-        return self.device_bytes > 0 and not self.weights.for_cpu and self.sparsity != "threshold"
+        """Whether there is a device that can compute, and the ask allows it any memory."""
+        return self.device_bytes > 0
 
     def limit_bytes(self, memory: Executor) -> int:
         """Bytes that a plan may take of RAM or of the device's memory."""
