@@ -54,11 +54,11 @@ _LANE = {
 
 
 def in_blocks(
-    plan: Plan, asked: int, placed: Collection[str], kv_bytes: int, solution: lp.Solution
+    plan: Plan, asked: int, placed: Collection[str], kv_bytes: int, solution: lp.Solution | None
 ) -> tuple[str, ...]:  # fmt: skip
     """Sentences about a plan of FlexGen's: how many blocks there are, which shares of their bytes are where, and what
     the program says. `asked`: sequences; `placed`: the keys of the parts that the policy places; `kv_bytes`: of a
-    block."""
+    block; `solution`: None where the program has none."""
     parts, layers = plan.parts, len(plan.target.spec.layers)
     nbytes = {unit: plan.unit_bytes(unit) for unit in plan.units if unit.part in placed}
     tiers = (plan.main, HOST, DISK.tier) if plan.main != HOST else (HOST, DISK.tier)
@@ -71,10 +71,15 @@ def in_blocks(
     where = " · ".join(f"{what} {share:.0%} {_PLACES[tier]}" for (what, tier), share in shares.items() if share > 0)
     block = plan.sequences
     rounds, placed_bytes = -(-asked // block), sum(parts[key].nbytes for key in placed)
-    return (
+    told = (
         f"{asked} sequences in {rounds} block{'s' if rounds > 1 else ''} of {plan.batches_per_pass} batches of"
         f" {plan.batch_seqs}: what streams crosses once a block and token",
         f"{where} of {format_bytes(placed_bytes)} and {format_bytes(kv_bytes)}",
+    )
+    if solution is None:
+        return *told, "the least memory that such blocks take: the linear program finds no room for more"
+    return (
+        *told,
         f"the linear program says {solution.seconds:.3g} s a block: a layer takes {solution.prefill.seconds:.3g} s of"
         f" prompts ({_LANE[solution.prefill.lane]}) and {solution.decode.seconds:.3g} s a token"
         f" ({_LANE[solution.decode.lane]})",

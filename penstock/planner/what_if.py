@@ -197,12 +197,13 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
     candidate."""
     try:
         if like is not None:
-            alike = _alike(chain.from_iterable(solver.candidates(problem) for solver in _solvers(like, problem)), like)
+            every = chain.from_iterable(solver.candidates(problem) for solver in _solvers(like, problem))
+            alike = _alike((each for each in every if not problem.moves_chosen_values(each.plan)), like)
             plans = [] if alike is None else [alike]
         else:
-            every = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
+            without = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
             # A model with experts has a plan in which they stream, and one in which they have caches.
-            plans = [candidate.plan for candidate in islice(every, 2 if problem.spec.is_routed else 1)]
+            plans = [candidate.plan for candidate in islice(without, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:
         return None
     best, best_s = None, float("inf")

@@ -12,8 +12,8 @@ from penstock.planner.firing import reason as firing_reason
 from penstock.planner.predict import predict
 from penstock.planner.routing import RouterTrace
 from penstock.planner.solve import Solved, settle_context, solve
-from penstock.planner.solve.ours.ram import require_minimum
 from penstock.planner.solve.problem import Problem
+from penstock.planner.solve.refusal import require_minimum
 from penstock.runtime import host
 from penstock.runtime.device import Device, uses_device
 from penstock.runtime.device.choose import ChosenDevice, choose

@@ -18,7 +18,7 @@ from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, Foretold, expected, measured
 from penstock.planner.routing import stated_firing
 from penstock.planner.solve import solve
-from penstock.planner.solve.ours.ram import require_minimum
+from penstock.planner.solve.refusal import require_minimum
 from penstock.planner.what_if import what_if
 from penstock.serve.planning import describe
 from penstock.spec.ask import Ask

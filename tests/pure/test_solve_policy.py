@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 
+from penstock.errors import DoesNotFit
 from penstock.graph import passes
 from penstock.graph.check_plan import check_plan
 from penstock.graph.lower import Lowering
@@ -21,18 +22,18 @@ from penstock.planner.programs.whole_layers import spread_layers, whole_layers
 from penstock.planner.shares import split_granules
 from penstock.planner.shorten import quick
 from penstock.planner.solve import settle_context, solve
-from penstock.planner.solve.flexgen import candidates, chunk_options, plan_of, search
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
+from penstock.planner.solve.flexgen import candidates, plan_of, search
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, chunk_options
 from penstock.planner.solve.flexgen.terms import modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.ask import Ask
 from penstock.spec.format import parse_format
-from penstock.spec.machine import Capacity
+from penstock.spec.machine import Capacity, MachineSpec
 from penstock.spec.parts import parts
 from penstock.spec.places import GPU
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB, TIB
-from tests.pure.machine import LLAMA_1B, WITH_DEVICE, model
+from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
 from tests.pure.policy_cases import CASES, FP16, FUZZ, Case, random_case
 
 MACHINES = 400 if FUZZ else 40  # a machine takes half a second
@@ -212,6 +213,29 @@ def test_a_device_that_cannot_read_the_weights_has_no_plan(weights: str) -> None
     for candidate in candidates(problem):
         check_plan(candidate.plan, LLAMA_1B, problem.weights)
     check_plan(solve(ask, LLAMA_1B, problem.weights, WITH_DEVICE).plan, LLAMA_1B, problem.weights)
+
+
+@pytest.mark.parametrize("machine", [MACHINE, WITH_DEVICE], ids=["cpu", "device"])
+@pytest.mark.parametrize(("weights", "attention"), [("int4", "full"), ("q4_k", "full"), ("bfloat16", "top-k:0.5")])
+def test_a_refusal_names_the_least_of_all_solvers(machine: MachineSpec, weights: str, attention: str) -> None:
+    """With KV of all 64 sequences in memory the others take 4 GiB of RAM without a device. A block has four of them."""
+    spec, fmt = model(4, 2048, 32, 8, 8192, max_positions=2048), parse_format(weights)
+    ask = Ask(
+        batch=64, objective="throughput", context=2048, kv_home="memory", attention=attention, host_memory_bytes=1
+    )
+    with pytest.raises(DoesNotFit) as refused:
+        solve(ask, spec, fmt, machine)
+    least = int(refused.value.numbers["minimum_bytes"])
+    assert refused.value.numbers["tier"] == "host" and least < GIB
+    solved = solve(replace(ask, host_memory_bytes=least), spec, fmt, machine)
+    assert solved.plan.tier_bytes()["host"] <= least
+    check_plan(solved.plan, spec, fmt)
+    lowering, seqs = Lowering(solved.plan), range(solved.plan.batch_seqs * solved.plan.batches_per_pass)
+    tasks = lowering.step(passes.decode(solved.plan, tuple(seqs), (20,) * len(seqs), passes.DECODE))
+    verify(tasks, solved.plan.arenas)
+    less = least - 1 if machine is MACHINE else 0.98 * least  # beside a device weights on it save a huge page or two
+    with pytest.raises(DoesNotFit):
+        solve(replace(ask, host_memory_bytes=int(less)), spec, fmt, machine)
 
 
 def test_kv_stays_where_the_user_wants_it() -> None:

@@ -76,28 +76,26 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     """
     any_found = False
     for candidate in chain(_beside_device(problem, every, may_plan), _in_blocks(problem)):
-        # KV that crosses to attention crosses as whole pages, where the values of the best positions alone are wanted.
-        if problem.ask.value_share < 1 and any(home.home != home.attend for home in candidate.plan.kv):
+        if problem.moves_chosen_values(candidate.plan):
             continue
         yield candidate
         if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:
             return
         any_found = any_found or candidate.may_be_chosen
-    if problem.ask.use_device and problem.has_device:
-        if not any_found:
-            from penstock.planner.solve.ours import device
+    if problem.has_device and not any_found:
+        from penstock.planner.solve import refusal
 
-            device.refuse(problem)
+        if problem.ask.use_device or refusal.limits_too_much(problem):
+            refusal.refuse(problem)
+    if problem.ask.use_device and problem.has_device:
         return
     try:
         yield from ram.candidates(problem)
     except DoesNotFit:
         if not any_found:
-            if problem.has_device:
-                from penstock.planner.solve.ours import device
+            from penstock.planner.solve import refusal
 
-                if device.minimum_bytes(problem) <= problem.device_bytes:
-                    ram.refuse(problem, problem.host_bytes, device.least_host_bytes(problem))
+            refusal.refuse(problem)
             raise
 
 
@@ -105,19 +103,18 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
     """The candidates of solvers that use a device. None without one, or if no plan of ours fits beside it."""
     if not problem.has_device:
         return
-    from penstock.planner.solve.ours import device
-
-    asked_bytes = problem.ask.device_memory_bytes
-    if asked_bytes is not None and device.minimum_bytes(problem) > asked_bytes:
-        device.refuse(problem)
     if problem.spec.is_routed:
         from penstock.planner.solve.ours import experts
 
         yield from experts.candidates(problem)
         return
-    yield from (ours := list(device.candidates(problem)))
-    if not ours:
+    from penstock.planner.solve.ours import device
+
+    first = next(ours := device.candidates(problem), None)
+    if first is None:
         return
+    yield first
+    yield from ours
     from penstock.planner.solve import llama_cpp, pipo, scheinfer
 
     for solver in (scheinfer, llama_cpp, pipo):
@@ -130,8 +127,8 @@ def _beside_device(problem: Problem, every: bool, may_plan: bool) -> Iterator[Ca
 
 
 def _in_blocks(problem: Problem) -> Iterator[Candidate]:
-    """FlexGen's candidates. Blocks of many batches delay the first token, so there are none where latency is wanted."""
-    if problem.ask.objective == "throughput" and not problem.spec.is_routed:
+    """FlexGen's candidates."""
+    if problem.wants_blocks:
         from penstock.planner.solve import flexgen
 
         yield from flexgen.candidates(problem)

@@ -154,6 +154,12 @@ class Problem:
         """Whether there is a device that can compute, and the ask allows it any memory."""
         return self.device_bytes > 0
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether FlexGen's blocks are wanted. Blocks of many batches delay the first token, so there are none where
+        latency is wanted; and experts have none."""
+        return self.ask.objective == "throughput" and not self.spec.is_routed
+
     def limit_bytes(self, memory: Executor) -> int:
         """Bytes that a plan may take of RAM or of the device's memory."""
         return self.host_bytes if memory == HOST else self.device_bytes
@@ -162,6 +168,11 @@ class Problem:
         """Whether the plan stays within the limits of these memories, by default of RAM and of the device's memory."""
         used = plan.tier_bytes()
         return all(used.get(memory, 0) <= self.limit_bytes(memory) for memory in memories or (HOST, GPU.executor))
+
+    def moves_chosen_values(self, plan: Plan) -> bool:
+        """Whether KV crosses to attention as whole pages, where the values of the best positions alone are wanted. Such
+        a plan is not taken."""
+        return self.ask.value_share < 1 and any(home.home != home.attend for home in plan.kv)
 
     def spare_bytes(self, plan: Plan, memory: Executor, staying_bytes: int = 0) -> int | None:
         """Bytes that a plan leaves in a memory for more weights that stay, within the user's limit of these. The

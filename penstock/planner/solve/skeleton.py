@@ -101,7 +101,7 @@ class Skeleton:
                 first.append(part)
             return known[alike]
 
-        cut = units(problem.parts.values(), runs)
+        cut = units(problem.parts.values(), runs, problem.fired_share(problem.ask.batch))
         rings, stage_bytes = self._rings(units(first, runs))
         return filled(
             problem, cut,

@@ -23,10 +23,10 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.delegation import sentences
 from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
-from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
+from penstock.planner.programs.block_sizes import blocks
 from penstock.planner.programs.whole_layers import whole_layers
-from penstock.planner.sizes import MIN_CHUNK_ROWS, prompt_and_half_way
-from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape
+from penstock.planner.solve.flexgen.least import applies, least
+from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, chunk_options
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
 from penstock.spec.places import GPU, HOST, Executor
@@ -35,7 +35,6 @@ from penstock.spec.plan import Plan
 # Up to 61 sizes of a block are all tried: so many have some 1,000 sequences. 10,000 sequences have 94 sizes, and to try
 # all of them took 20 s with a device. Of more sizes, blocks of 1 or 2 batches are tried first.
 _MANY_SIZES, _USUAL_BATCHES = 61, (1, 2)
-_MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 _ATTEMPTS = 4
 # A mode is a candidate if its policy takes at most so many times as long as the best of its way, by the program. Of 57
 # random machines the simulated best was never beyond 1.07 (docs/LOG.md).
@@ -67,7 +66,7 @@ def a_sequence(shape: BlockShape, block_s: float) -> float:
 def search(problem: Problem, attends: Sequence[str] = ATTENDS) -> dict[Way, BestPolicy]:
     """The best policy of each way. Those of which nothing fits, or that are hopeless (_HOPELESS), are left out.
     `attends`: who may attend. Raises InternalError if HiGHS fails."""
-    main, policies = GPU.executor if problem.device_bytes else HOST, dict[Way, BestPolicy]()
+    main, policies = GPU.executor if problem.has_device else HOST, dict[Way, BestPolicy]()
     for who in ATTENDS if main == GPU.executor else ("device",):
         # The best blocks for scores on the CPU are like the best ones of the other ways, so only such are tried.
         like = [policy.shape for policy in policies.values()] if who == "cpu scores" else []
@@ -115,14 +114,6 @@ def _alike(size: tuple[int, int, int], shape: BlockShape) -> bool:
     return 0.7 < ratio < 1.4 or (batches == shape.batches and 0.4 < ratio < 2.5)
 
 
-def chunk_options(problem: Problem, gpu_batch: int) -> list[int]:
-    """Rows of a batch of prompts to try, ascending. They are those of whole prompts, unless one prompt has more rows
-    than _MOST_CHUNK_ROWS."""
-    prompt, _ = prompt_and_half_way(problem.ask, problem.context)
-    whole = {min(gpu_batch, max(1, rows // prompt)) * prompt for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}
-    return sorted({max(MIN_CHUNK_ROWS, min(rows, _MOST_CHUNK_ROWS)) for rows in whole})
-
-
 def place(terms: Terms, mode: Mode, better_than_s: float = inf) -> BestPolicy | None:
     """The best policy of a shape in a mode, with KV in whole layers. None if nothing fits, or if nothing takes less
     than `better_than_s` seconds a sequence. Raises InternalError if HiGHS fails."""
@@ -161,24 +152,28 @@ def plan_of(best: BestPolicy) -> Plan | None:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """The best policy of each way, as a plan. There is no candidate for fewer sequences than BATCH_STEP, if
-    the user limits the weights that stay (the program has no row for that), or if the logits of every row are
-    wanted."""
-    ask = problem.ask
-    if ask.batch < BATCH_STEP or ask.resident_bytes is not None or ask.score:
+    """The best policy of each way, as a plan. If none of them fits, the plans of least memory that do. None where
+    FlexGen does not apply (`least.applies`)."""
+    if not applies(problem):
         return
+    any_found = False
     for best in search(problem).values():
         plan = plan_of(best)
-        if plan is not None:
-            yield _candidate(best, plan)
+        if plan is not None and not problem.moves_chosen_values(plan):
+            yield _candidate(best.shape, plan, best.solution)
+            any_found = True
+    if not any_found:
+        for shape, plan in least(problem):
+            if problem.fits(plan):
+                yield _candidate(shape, plan)
 
 
 _WHO = {"device": "", "cpu": ", attention on the CPU", "cpu scores": ", scores on the CPU"}
 
 
-def _candidate(best: BestPolicy, plan: Plan) -> Candidate:
+def _candidate(shape: BlockShape, plan: Plan, solution: lp.Solution | None = None) -> Candidate:
     """The candidate. Its reasons are about the block, what the program says of it, and delegated attention."""
-    shape, problem = best.shape, best.shape.problem
-    told = in_blocks(plan, problem.ask.batch, {part.key for part in shape.placed}, shape.kv_bytes, best.solution)
+    problem, placed = shape.problem, {part.key for part in shape.placed}
+    told = in_blocks(plan, problem.ask.batch, placed, shape.kv_bytes, solution)
     told += sentences(plan, problem.cost, problem.half_way)
     return Candidate(f"block of {shape.batches} × {shape.gpu_batch}{_WHO[shape.attends]}", plan, told)

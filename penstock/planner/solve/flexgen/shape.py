@@ -15,6 +15,7 @@ from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers
 from penstock.planner.shares import split_granules
+from penstock.planner.sizes import MIN_CHUNK_ROWS, prompt_and_half_way
 from penstock.planner.solve.fill import Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import most_together
@@ -30,6 +31,8 @@ from penstock.units import MIB, round_up
 ATTENDS = ("device", "cpu", "cpu scores")
 PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
+IN: tuple[Shares, Shares, Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))  # all in one tier
+_MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512
 # A layer streams in 16 units, or in fewer units of at least 4 MiB, but in no fewer than 4. Smaller units pay more fixed
 # costs. Larger units leave more of the ring unused, and the first one of a pass comes later.
 _UNITS_A_LAYER, _LEAST_UNIT_BYTES, _FEWEST_UNITS = 16, 4 * MIB, 4
@@ -150,7 +153,7 @@ class BlockShape:
                 (there, part.granules, DISK.tier, main, main, self.unit_bytes),
             ]
 
-        return units(problem.parts.values(), runs)
+        return units(problem.parts.values(), runs, problem.fired_share(self.gpu_batch))
 
     def _rings(self, units: Sequence[Unit]) -> tuple[dict[Executor, int], int]:
         """({main executor: bytes of its ring}, bytes of the stage before a device's ring). Either holds what passes
@@ -169,3 +172,11 @@ class BlockShape:
         others = (part.granule_bytes for part in self.problem.parts.values() if part.kind not in ("attn", "ffn"))
         stage = max(ring({DISK.tier}), 2 * max(*others, *sizes.values())) if self.main == GPU.executor else 0
         return ({self.main: whole} if whole else {}), stage
+
+
+def chunk_options(problem: Problem, gpu_batch: int) -> list[int]:
+    """Rows of a batch of prompts to try, ascending. They are those of whole prompts, unless one prompt has more rows
+    than _MOST_CHUNK_ROWS."""
+    prompt, _ = prompt_and_half_way(problem.ask, problem.context)
+    whole = {min(gpu_batch, max(1, rows // prompt)) * prompt for rows in (_MOST_CHUNK_ROWS, _FEWER_ROWS)}
+    return sorted({max(MIN_CHUNK_ROWS, min(rows, _MOST_CHUNK_ROWS)) for rows in whole})

@@ -33,14 +33,13 @@ from penstock.graph.lower import Lowering
 from penstock.graph.tasks import Pass
 from penstock.planner.predict import answer_passes
 from penstock.planner.programs import policy as lp
-from penstock.planner.solve.flexgen.shape import NEAR, BlockShape
+from penstock.planner.solve.flexgen.shape import IN, NEAR, BlockShape
 from penstock.spec.model import Layer
 from penstock.spec.places import CPU, DISK, GPU, HOST
 
 Tiers = tuple[bool, bool, bool]
 _ARENAS = 8  # a tier has so many arenas at most, and each is rounded up to whole huge pages
 _ONLY_RAM, _ONLY_DISK = (False, True, False), (False, False, True)
-_IN: tuple[lp.Shares, lp.Shares, lp.Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
 class Mode(NamedTuple):
@@ -155,7 +154,7 @@ def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[
     home = 1 if shape.attends == "cpu" else 0  # the tier whose KV does not move
     device, layers = shape.main == GPU.executor, shape.problem.layers
 
-    def seconds(count: int, weights: lp.Shares = NEAR, kv: lp.Shares = _IN[home]) -> Seconds:
+    def seconds(count: int, weights: lp.Shares = NEAR, kv: lp.Shares = IN[home]) -> Seconds:
         return _seconds(shape, batch, purpose, (layer,) * count, weights, kv)
 
     near, two = seconds(1), seconds(2)
@@ -163,14 +162,14 @@ def _learn(shape: BlockShape, layer: Layer, batch: Batch, purpose: str) -> dict[
     for key, layer_s in _less(two, near).items():
         lines[key] = lp.Line(layer_s + (near[key] - layer_s) / layers)
     for tier in (1, 2) if device else (2,):
-        for key, more_s in _less(seconds(1, weights=_IN[tier]), near).items():
-            lines[key] = lines[key].plus(lp.Line(weights=_IN[tier]).times(more_s))
+        for key, more_s in _less(seconds(1, weights=IN[tier]), near).items():
+            lines[key] = lines[key].plus(lp.Line(weights=IN[tier]).times(more_s))
     for tier in {1, 2} - {home} if device else {2}:
-        moved_s = _less(seconds(1, kv=_IN[tier]), near)
+        moved_s = _less(seconds(1, kv=IN[tier]), near)
         for lane in dict.fromkeys(lane for _, lane in moved_s):
             # KV comes for each batch, with the tasks that bring it.
             kv_s = moved_s[BATCH, lane] + moved_s[ONCE, lane]
-            lines[BATCH, lane] = lines[BATCH, lane].plus(lp.Line(kv=_IN[tier]).times(kv_s))
+            lines[BATCH, lane] = lines[BATCH, lane].plus(lp.Line(kv=IN[tier]).times(kv_s))
     return lines
 
 

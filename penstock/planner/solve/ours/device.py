@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import NoReturn
 
 from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
@@ -19,13 +18,12 @@ from penstock.planner.reasons import beside_device
 from penstock.planner.shares import all_of
 from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
-from penstock.planner.solve.problem import Problem, too_little
+from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan
-from penstock.units import format_mib_up
 
 _LINK = "link"
 # At most 4 splits are simulated, or 7 if a disk is read, for which estimates are less exact. A split is not simulated
@@ -83,19 +81,6 @@ def minimum_bytes(problem: Problem) -> int:
     return min(split.plan({}, {}).tier_bytes()[GPU.executor] for split in splits)
 
 
-def refuse(problem: Problem) -> NoReturn:
-    """Raises DoesNotFit, for an ask of which no plan with the device fits. The error names device memory if that is too
-    little, otherwise RAM."""
-    have, host = problem.device_bytes, problem.host_bytes
-    need = minimum_bytes(problem)
-    if need > have:
-        hint = f"--device-memory {format_mib_up(need)}, or --device none"
-        raise too_little("device memory", "", GPU.executor, need, have, hint)
-    need = least_host_bytes(problem)
-    hint = f"--host-memory {format_mib_up(need)}, or --device none"
-    raise too_little("host memory", " beside a device", HOST, need, host, hint)
-
-
 def least_host_bytes(problem: Problem) -> int:
     """The bytes of RAM that the smallest plan beside a device takes. KV that has no room on the device takes RAM, in
     the best of all ways that fit into the device's memory. With weights there a plan took 2 % less."""
@@ -147,7 +132,7 @@ def modes(skeleton: Skeleton) -> list[Skeleton]:
             fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
     fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
     if problem.ask.value_share < 1:  # whole pages would cross, of which few values are wanted
-        fitting = [mode for mode in fitting if mode[1] == GPU.executor or mode[2]]
+        fitting = [mode for mode in fitting if mode[1] == GPU.executor or (mode[1] == HOST and mode[2])]
     return [replace(skeleton, attention_layers=n, kv_home=home, delegates=scores) for n, home, scores in fitting]
 
 
