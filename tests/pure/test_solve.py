@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,16 @@ def test_the_minimum_is_exact(
     assert again.value.numbers["minimum_bytes"] == minimum
     solved = solve(Ask(host_memory_bytes=minimum, **ask), spec, fmt, MACHINE)
     assert solved.plan.tier_bytes()["host"] <= minimum
+
+
+def test_a_longer_context_is_no_faster() -> None:
+    """All KV of 32,768 tokens has room in RAM, and of 49,152 it has none. The ask reaches few of them, so weights in
+    the place of KV save reading; KV on the disk is tried where it has room, too."""
+    spec = model(28, 3072, 24, 8, 8192, vocab=128256, max_positions=131072, dtype="bfloat16")
+    ask = Ask(prompt_tokens=200, output_tokens=64, host_memory_bytes=4_300_000_000)
+    few, many = (solve(replace(ask, context=n), spec, parse_format("int4"), MACHINE) for n in (32768, 49152))
+    assert {home.home for home in many.plan.kv} != {"host"}
+    assert few.prediction.total_s <= 1.02 * many.prediction.total_s
 
 
 def test_room_for_fewer_tokens_leaves_more_weights_in_memory() -> None:

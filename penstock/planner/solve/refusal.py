@@ -62,7 +62,7 @@ def _refuse_host(problem: Problem, limit: int) -> None:
     minimum, ask = _least_host_bytes(problem), problem.ask
     if minimum <= limit:
         return
-    half = problem.asking(context=max(ask.prompt_tokens + ask.output_tokens, (ask.context or 1) // 4))
+    half = problem.asking(context=max(ask.sequence_tokens, (ask.context or 1) // 4))
     shorter = _least_host_bytes(half)
     hint = f"; with --context {half.ask.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
     raise too_little("host memory", "", HOST, minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")

@@ -7,31 +7,30 @@ is the head too, and if it streamed, the row of each token would have to be read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from penstock.graph.arenas import ARENA_ALIGN
+from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.candidate import Candidate
-from penstock.planner.firing import Firing
 from penstock.planner.reasons import without_device
 from penstock.planner.shares import Resident
-from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options
+from penstock.planner.shorten import kv_moved, staying, streamed
+from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options, prompt_and_half_way
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
 from penstock.planner.solve.ours.guests import leaves_room, still_streamed, with_guests
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.ask import Ask
-from penstock.spec.format import Format
-from penstock.spec.machine import Capacity, MachineSpec, Rate
-from penstock.spec.model import ModelSpec
 from penstock.spec.parts import FFNS, PINNED
-from penstock.spec.places import CPU, DISK, HOST
+from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_mib_up
 
 MAX_RING_BYTES = 256 * MIB
+_USUAL_RING_BYTES = 64 * MIB  # of plans with KV on the disk where all of it fits into memory, one ring is tried
+_LESS = 0.9  # of what is read with all KV in memory. KV on the disk is written too, and its loads are small
 
 
 def skeleton(problem: Problem, chunk_rows: int, in_memory: int, ring_bytes: int, order: str = "overlapped") -> Skeleton:
@@ -69,12 +68,15 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
 
     KV stays in memory if it fits. A byte of KV in memory saves as much reading as a byte of weights at the end of the
     context, and less before that; but KV on the disk would have to be written too. If memory has no room for all KV, a
-    part of it, or all, goes to the disk.
+    part of it, or all, goes to the disk; also where the ask reaches so little of it that a tenth less would be read.
 
     Raises DoesNotFit if no plan fits.
     """
     any_found, wanted = False, None if near_ring_bytes is None else 1
+    reading: list[Plan] = []  # that keep all KV in memory and have weights on the disk
     for in_memory in _kv_options(problem):
+        if reading:  # so all KV has room, and weights would be a better use of it
+            near_ring_bytes, wanted = _USUAL_RING_BYTES, 1
         for chunk_rows in chunk_options(problem.ask):
             least_ring, *rings = ring_options(problem)
             if near_ring_bytes is not None:
@@ -82,51 +84,53 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
             # In the smallest ring, which holds one granule, nothing overlaps. It is tried only if no other fits.
             size = skeleton(problem, chunk_rows, in_memory, least_ring)
             fitting = list(islice(_fitting(size, rings), wanted)) or list(_fitting(size, [least_ring]))
-            yield from chain.from_iterable(fitting)
+            every = list(chain.from_iterable(fitting))
+            yield from (each for each in every if not reading or _reads_less(each.plan, reading, problem.ask))
             any_found |= bool(fitting)
             if fitting and chunk_rows <= CHUNK_ROWS:
                 break
         if in_memory == problem.layers and any_found and chunk_rows > MIN_CHUNK_ROWS:
-            return
+            reading = [each.plan for each in every if each.plan.ring_bytes]
+            if near_ring_bytes is not None or not _kv_lies_idle(reading, problem.ask):
+                return
     if any_found:
         return
     least = chain.from_iterable(_fitting(size, [size.host_ring_bytes]) for size in _least(problem))
     if (fits := next(least, None)) is None:
-        refuse(problem, problem.host_bytes)
-        raise AssertionError("the least plan is among the candidates")
+        need = minimum_bytes(problem)
+        raise too_little("host memory", "", HOST, need, problem.host_bytes, f"--host-memory {format_mib_up(need)}")
     yield from fits
 
 
-def require_minimum(
-    ask: Ask, spec: ModelSpec, weights: Format, process_bytes: int, limit: int, firing: Firing | None = None
-) -> None:
-    """Raises DoesNotFit if not even the smallest plan fits into `limit_bytes`. It needs no machine's figures, so it can
-    be asked before a probe. `process_bytes`: RAM that the process takes beside its arenas. `firing`: how many neurons
-    are known to fire, and the predictors' sizes."""
-    machine = replace(_NOT_PROBED, process_bytes=process_bytes)
-    refuse(Problem(ask, spec, weights, machine, firing=firing), limit)
+def _kv_lies_idle(plans: Sequence[Plan], ask: Ask) -> bool:
+    """Whether plans without caches could read _LESS, if their KV were on the disk: weights in its place, less what the
+    ask reaches of it half-way, and less the weights that stay in its pages already. Not of several sequences whose
+    answers are wanted soon: a server's share pages of KV in memory, and how many there are nobody knows."""
+    if not plans or any(plan.caches for plan in plans) or (ask.batch > 1 and ask.objective == "latency"):
+        return False
+
+    def saved(plan: Plan) -> float:
+        seqs, pool = plan.at_once(ask.batch, ask.sequence_tokens), Layout(plan).kv
+        reached = seqs * prompt_and_half_way(ask, plan.context)[1] / (pool.pages * plan.page_tokens)
+        kv_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
+        guests_bytes = sum(streamed(plan, from_disk=True).values()) - _reads_bytes(plan, ask)
+        return (1 - min(1.0, reached)) * kv_bytes - guests_bytes
+
+    return max(map(saved, plans)) > (1 - _LESS) * min(_reads_bytes(plan, ask) for plan in plans)
 
 
-_NOT_PROBED = MachineSpec(
-    "not probed",
-    (Capacity(HOST, 1), Capacity(DISK.tier, 1)),
-    tuple(Rate(lane, "*", "*", 1.0, 0.0) for lane in (CPU, DISK.reads)),
-    1,
-)
+def _reads_less(plan: Plan, others: Sequence[Plan], ask: Ask) -> bool:
+    """Whether a pass of the plan half-way through the output reads _LESS of what the others read at least."""
+    return _reads_bytes(plan, ask) < _LESS * min(_reads_bytes(other, ask) for other in others)
 
 
-def refuse(problem: Problem, limit: int, beside_bytes: int | None = None) -> None:
-    """Raises DoesNotFit if the smallest plan takes more than `limit` bytes of RAM, and says what a shorter context
-    would save. `beside_bytes`: what the smallest plan beside a device takes of RAM, where there is one. With KV in
-    memory GLM-4.5-Air takes 1.35 GB beside a device of 48 GB, and 1.83 without."""
-    minimum, ask = minimum_bytes(problem), problem.ask
-    minimum = minimum if beside_bytes is None else min(minimum, beside_bytes)
-    if minimum <= limit:
-        return
-    half = problem.asking(context=max(ask.sequence_tokens, (ask.context or 1) // 4))
-    shorter = minimum_bytes(half)
-    hint = f"; with --context {half.ask.context} too, {format_mib_up(shorter)}" if shorter < minimum - 8 * MIB else ""
-    raise too_little("host memory", "", HOST, minimum, limit, f"--host-memory {format_mib_up(minimum)}{hint}")
+def _reads_bytes(plan: Plan, ask: Ask) -> int:
+    """Bytes that a pass half-way through the output reads. Of several sequences predictions count on no guests; here
+    those stay that the ask leaves room for."""
+    if plan.guests and ask.batch > 1:
+        return still_streamed(plan, ask)
+    weights = streamed(plan, from_disk=True, without=staying(plan, ask))
+    return sum(weights.values()) + kv_moved(plan, ask, from_disk=True)
 
 
 def minimum_bytes(problem: Problem) -> int:
