@@ -62,7 +62,7 @@ def leaves_room(plan: Plan, ask: Ask) -> bool:
 def _reached(plan: Plan, ask: Ask) -> int:
     """So many of a pool's first pages have no guests for long: those of all tokens of a single sequence. Of several
     sequences nobody knows how many come."""
-    return -(-(ask.prompt_tokens + ask.output_tokens) // plan.page_tokens) if _is_for_one(plan) else 1
+    return -(-ask.sequence_tokens // plan.page_tokens) if _is_for_one(plan) else 1
 
 
 def _is_for_one(plan: Plan) -> bool:
