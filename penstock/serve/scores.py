@@ -36,8 +36,8 @@ class Scores:
 
     def tokens(self) -> list[Likely]:
         """The scores of all tokens after the first."""
-        ids, best = self._ids[:, : self._width].tolist(), self._best[:, : self._width].tolist()
+        ids, best = self._ids[:, : self._width], self._best[:, : self._width]
         return [
-            Likely(token, logprob, tuple(zip(ids[i], best[i], strict=True)))
+            Likely.of(token, logprob, ids[i], best[i])
             for i, (token, logprob) in enumerate(zip(self.prompt[1:].tolist(), self.logprobs.tolist(), strict=True))
         ]

@@ -15,6 +15,8 @@ import pytest
 
 from penstock import LLM
 from penstock.errors import BadRequest, BrokenModel
+from penstock.serve.api.desk import _require_few_scores
+from penstock.serve.api.wire import ChatRequest
 from penstock.serve.engine import Engine
 from penstock.serve.evaluate import evaluate
 from penstock.serve.log_probabilities import log_softmax
@@ -201,3 +203,14 @@ def test_first_pieces_bring_the_prompts_scores(folder: Path) -> None:
             False,
             False,
         ]
+
+
+def test_log_probabilities_of_a_request_are_bounded() -> None:
+    # Within 200 MiB 16 answers of 3,000 tokens with 20 each had the server killed.
+    with pytest.raises(BadRequest, match=r"1008000 log probabilities.*65536, here with max_tokens of 195"):
+        _require_few_scores(SamplingParams(max_tokens=3000, logprobs=20), 16, [[1, 2]], 4096)
+    _require_few_scores(SamplingParams(max_tokens=3000, logprobs=20), 16, [[1, 2]], 190)  # no room for more
+    _require_few_scores(SamplingParams(max_tokens=1 << 20), 16, [[1, 2]], 1 << 20)
+    given = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    assert ChatRequest.model_validate(given).params({}, 4096).max_tokens == 65536 // 21
+    assert ChatRequest.model_validate({**given, "max_tokens": 9}).params({}, 4096).max_tokens == 9

@@ -17,6 +17,7 @@ from penstock.serve.api.answers import Answers, Gone, Post
 from penstock.serve.api.chats import ChatPrompt, chat_of
 from penstock.serve.api.guard import OWNER, SPEND, Receive, Scope, Send
 from penstock.serve.api.shelf import Hold, Shelf
+from penstock.serve.api.wire import MAX_SCORES
 from penstock.serve.generation import Generation, Used
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.tokenizer import Tokenizer
@@ -133,8 +134,10 @@ class Desk:
         hold: Hold,
     ) -> Response:  # fmt: skip
         """The answers, as a response. The hold on the model ends with them, or with their stream. It stays if this
-        raises. Raises as `Service.submit`, BadRequest where the rule of the answers cannot be followed, Gone."""
+        raises. Raises as `Service.submit`, BadRequest where the rule of the answers cannot be followed or too many log
+        probabilities are wanted, Gone."""
         loaded, engine = hold.loaded, hold.loaded.service.engine
+        _require_few_scores(params, asked.n, prompts, engine.plan.context)
         if params.rule is not None:  # refused before any answer begins
             if not loaded.schemas:
                 raise BadRequest("this server holds no answers to JSON schemas or tools: it was started without")
@@ -155,6 +158,21 @@ class Desk:
         finally:
             if SPEND in request.scope and not asked.stream:
                 request.scope[SPEND](answers.tokens)
+
+
+def _require_few_scores(params: SamplingParams, n: int, prompts: Sequence[Sequence[int]], context: int) -> None:
+    """Raises BadRequest where the answers may have so many log probabilities that they would take much memory: an
+    answer keeps its own until the end."""
+    if params.logprobs is None:
+        return
+    each = n * (1 + params.logprobs)
+    entries = each * sum(min(params.max_tokens, max(0, context - len(ids) + 1)) for ids in prompts)
+    if entries > MAX_SCORES:
+        most = MAX_SCORES // (each * len(prompts))
+        raise BadRequest(
+            f"answers of {params.max_tokens} tokens would have {entries} log probabilities; a request may have"
+            f" {MAX_SCORES}, here with max_tokens of {most}"
+        )
 
 
 class _EventStream(StreamingResponse):

@@ -22,7 +22,8 @@ MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_MESSAGES = 10_000
 MAX_TOKENS = 1 << 20
-# Log probabilities of prompts that an answer may have: each takes some 150 bytes while its JSON is made.
+# Log probabilities of prompts that a request may have, and as many of its answers: each takes some 150 bytes while
+# their JSON is made.
 MAX_SCORES = 1 << 16
 
 
@@ -96,8 +97,11 @@ class _Sampled(Sent):
     skip_special_tokens: bool = True
 
     def params(self, generation_config: dict[str, Any], most_tokens: int) -> SamplingParams:
-        """How tokens are chosen; `most_tokens` where the client names no length. Raises BadRequest."""
+        """How tokens are chosen. `most_tokens` where the client names no length, or so many as may have log
+        probabilities, where it wants these. Raises BadRequest."""
         self.check()
+        if self.alternatives is not None:
+            most_tokens = min(most_tokens, MAX_SCORES // ((self.n or 1) * (1 + self.alternatives)))
         return with_model_defaults(
             generation_config,
             several=(self.n or 1) > 1,
