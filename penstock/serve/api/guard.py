@@ -35,6 +35,10 @@ OWNER, SPEND = "penstock.owner", "penstock.spend"
 ABORT = "penstock.abort"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
+# What a body takes at most while it is read and checked: each byte thrice, and each of these bytes so many more. A
+# message of a chat, which may be 30 bytes long, is a dict and an object of its fields: 990 bytes.
+_BYTE_TIMES, _PART_BYTES = 3, {b"{": 800, b"[": 150, b",": 50, b":": 50}
+_PARSED_BYTES, _PARSED_BYTES_PER_TOKEN = 24 << 20, 100
 _CHECKED = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length")
 # Paths that need no key: those for monitoring, and the page, which asks for a key.
 _OPEN_PATHS = ("/health", "/")
@@ -46,12 +50,14 @@ class Limits:
 
     body_bytes    the longest body of a request
     bodies_bytes  the most bytes of all bodies that are here
+    parsed_bytes  the most memory of what bodies hold, until their answers begin
     body_s        a whole body must come within so many seconds
     send_s        a client must take what it is sent within so many seconds
     """
 
     body_bytes: int
     bodies_bytes: int = 16 << 20
+    parsed_bytes: int = _PARSED_BYTES
     body_s: float = 30.0
     send_s: float = 60.0
 
@@ -59,7 +65,8 @@ class Limits:
     def of(cls, context: int) -> Limits:
         """For a model with room for so many tokens. A token of English has 4 to 5 bytes, one of Chinese that JSON
         escapes has 6."""
-        return cls(min(_SMALL_BODY_BYTES + _BODY_BYTES_PER_TOKEN * context, cls.bodies_bytes // 2))
+        body_bytes = min(_SMALL_BODY_BYTES + _BODY_BYTES_PER_TOKEN * context, cls.bodies_bytes // 2)
+        return cls(body_bytes, parsed_bytes=max(_PARSED_BYTES, _PARSED_BYTES_PER_TOKEN * context))
 
 
 @dataclass(frozen=True)
@@ -95,17 +102,20 @@ class Guard:
     def __init__(self, app: App, access: Access, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._spending = Spending(clock)
-        self._bodies_bytes = 0  # of all requests that are here
+        self._bodies_bytes = self._parsed_bytes = 0  # of all requests that are here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun = unread = False
+        parsed_bytes = 0
 
         async def sending(message: Message) -> None:
-            nonlocal begun, unread
+            nonlocal begun, unread, parsed_bytes
             begun = True
+            self._parsed_bytes -= parsed_bytes
+            parsed_bytes = 0
             try:
                 await asyncio.wait_for(send(message), self._limits.send_s)
             except TimeoutError:
@@ -127,6 +137,7 @@ class Guard:
                 scope[SPEND] = partial(self._spending.spend, key)
             held_bytes = self._room(headers)
             whole = await self._body(receive)
+            parsed_bytes = self._parsed(whole)
             await self._app(scope, _replayed(whole, receive), sending)
         except Refused as refused:
             if not begun:
@@ -137,6 +148,7 @@ class Guard:
             await asyncio.sleep(0)  # the server notes that the connection is gone, and so has no fault to log
         finally:
             self._bodies_bytes -= held_bytes
+            self._parsed_bytes -= parsed_bytes
             if begun_by is not None:
                 self._spending.end(begun_by)
 
@@ -149,6 +161,16 @@ class Guard:
         if self._bodies_bytes + nbytes > limits.bodies_bytes:
             raise Refused(503, f"requests of {self._bodies_bytes} bytes are here already: try again later", "busy")
         self._bodies_bytes += nbytes
+        return nbytes
+
+    def _parsed(self, body: bytes) -> int:
+        """Takes room for what a body holds, and returns its bytes. Raises Refused."""
+        nbytes = _BYTE_TIMES * len(body) + sum(each * body.count(part) for part, each in _PART_BYTES.items())
+        if nbytes > self._limits.parsed_bytes:
+            raise Refused(413, f"a body of so many parts takes {nbytes} bytes of memory", "body_too_large")
+        if self._parsed_bytes + nbytes > self._limits.parsed_bytes:
+            raise Refused(503, f"requests of {self._parsed_bytes} bytes of memory are here: try again later", "busy")
+        self._parsed_bytes += nbytes
         return nbytes
 
     def _too_large(self) -> Refused:
