@@ -72,13 +72,15 @@ def profile(
     other = None if beside is None else _text_or_profile(beside)
     from penstock.serve import levels, profiling
     from penstock.serve.windows import in_windows
-    from penstock.store.profile_file import keep, kept
+    from penstock.store.profile_file import keep, kept, require_place
 
     require = profiling.require_counted if below is None else partial(levels.require, below)
     # Levels are worked out from the copy's files, so --below packs first.
     source = packed_model(model, weights, machine, cache_limit, unpacked=below is None, require=require)
     spec = source.spec(not machine.no_verify)
     require(spec, str(source.called))
+    if source.to_write is None:
+        require_place(source.folder)
     if beside is not None and (below is not None or not spec.fires):
         raise BadRequest("--beside compares which neurons of a ReLU fire on two texts; this model has none")
     before = kept(source.folder, spec) if spec.fires else None

@@ -74,9 +74,11 @@ def train_predictors(
     from penstock.serve.planning import describe
     from penstock.serve.windows import in_windows
     from penstock.store import predictors
+    from penstock.store.profile_file import require_place
 
     spec, fmt = describe(source.folder, verify=not machine.no_verify)
     training.require_relu(spec, str(source.folder))
+    require_place(source.folder)
     beside = training.beside_bytes(spec, fmt)
     with loaded(source, in_windows(ask, spec), machine, beside_bytes=beside) as engine, progress() as tell:
         trained = training.train(

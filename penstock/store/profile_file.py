@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from penstock.errors import StorageFailed
 from penstock.spec import profile as profiles
 from penstock.spec.model import ModelSpec
 from penstock.spec.profile import Profile
@@ -18,6 +19,14 @@ MAX_BYTES = 64 << 20
 def file_of(profile: Profile) -> dict[str, bytes]:
     """The profile's file beside a packed model, by its name."""
     return {FILE: profiles.dumps(profile).encode()}
+
+
+def require_place(folder: Path) -> None:
+    """Raises StorageFailed where no file can be kept beside a packed model: reading a text for it takes minutes."""
+    if not os.access(folder, os.W_OK):
+        raise StorageFailed(
+            f"{folder} cannot be written, and what is found is kept there: copy the model to where it can be"
+        )
 
 
 def keep(profile: Profile, folder: Path) -> Path:

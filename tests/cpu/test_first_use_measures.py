@@ -11,6 +11,7 @@ import pytest
 from penstock.serve import cached
 from penstock.store import copies
 from penstock.store.manifest import RECORD
+from penstock.store.pack import pack
 from penstock.store.packing import Packing
 from penstock.store.profile_file import FILE
 from penstock.store.verify import verify
@@ -85,6 +86,19 @@ def test_a_profile_that_cannot_be_kept(
     monkeypatch.setattr(Packing, "write", fails)
     done = call("profile", routed, text, "--json")
     assert done.code != 0 and not copies_in(cache)
+
+
+def test_a_packed_model_that_nothing_can_be_kept_beside(
+    call: Call, tmp_path: Path, routed: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the text is read."""
+    folders = [pack(routed, tmp_path / "packed"), pack(saved(tmp_path / "opt", "opt"), tmp_path / "relu")]
+    monkeypatch.setattr("os.access", lambda path, _: Path(path) not in folders)
+    monkeypatch.setattr("penstock.cli.profile.loaded", fails)
+    monkeypatch.setattr("penstock.cli.train_predictors.loaded", fails)
+    for command in (("profile", folders[0], text), ("train-predictors", folders[1], "--text", text)):
+        found = refused(call(*command, "--json"), "cannot be written", "StorageFailed")
+        assert str(command[1]) in found["message"]
 
 
 def test_a_model_that_has_nothing_to_count_is_not_packed(call: Call, cache: Path, tmp_path: Path, text: Path) -> None:
