@@ -16,7 +16,7 @@ import time
 
 from penstock.errors import DoesNotFit, PenstockError
 from tests.numbered import flags, numbers
-from tests.promises import checks
+from tests.promises import checks, other_asks
 from tests.promises.draws import Case, draw, setting
 
 MOST_CPU_S = 10.0  # of one plan. Beside other work processor time is up to twice that of free cores
@@ -38,6 +38,7 @@ def broken(case: Case) -> tuple[list[str], float]:
         found += checks.more_is_no_worse(of, solved, rng.choice((1.03, 1.2, 2.0)))
         found += checks.longer_is_no_faster(of, solved)
         found += checks.advice_holds(of, solved)
+        found += other_asks.holds(of, solved, rng.choice((1.3, 3.0)))
     return found, plan_s
 
 

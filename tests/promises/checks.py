@@ -134,6 +134,8 @@ def longer_is_no_faster(of: Setting, solved: Solved) -> Iterator[str]:
     for what, after in longer:
         if after.ask.prompt_tokens >= ask.context or after.ask == settled.ask:
             continue
+        if ask.kv_tokens is not None and after.ask.context is not None and ask.kv_tokens < after.ask.context:
+            continue  # pools have room for one whole context at least: more tokens than were asked for
         try:
             then = after.solve()
         except DoesNotFit:

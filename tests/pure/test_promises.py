@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import DoesNotFit
 from penstock.planner.what_if import what_if
-from tests.promises import checks
+from tests.promises import checks, other_asks
 from tests.promises.draws import Case, draw, setting
 
 GLM = Case(0, "glm-4.5-air", "server-a6000-48gb", "int4-g32", None, False, {"host_memory_bytes": 777124878})
@@ -26,6 +26,13 @@ def test_a_drawn_plan_promises_nothing_absurd(number: int) -> None:
     assert not list(checks.is_sane(of, solved))
     assert not list(checks.more_is_no_worse(of, solved, 1.2))
     assert not list(checks.no_family_is_faster(of, solved))
+
+
+@pytest.mark.parametrize("number", [5, 2047])
+def test_other_asks_promise_nothing_absurd(number: int) -> None:
+    """Objectives, more sequences, formats of KV, prompts."""
+    of = setting(draw(number))
+    assert not list(other_asks.holds(of, of.solve(), 1.3))
 
 
 def test_a_refusal_names_the_least_ram_beside_a_device() -> None:
