@@ -100,6 +100,8 @@ class Part:
     experts: int = 1
     # The kind of format that all of its matrices have, "" where they have several. Asked for with every lowered call.
     _kind: str = field(init=False, repr=False, compare=False)
+    # Names of blocks → `kinds` of them. Of a mixture of formats, counting their shares was a tenth of planning.
+    _kinds_of: dict[tuple[str, ...], Kinds] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = {b.format.kind for b in self.blocks if b.tiled or b.stride} or {b.format.kind for b in self.blocks[:1]}
@@ -157,6 +159,12 @@ class Part:
         """The formats of these blocks, without names those of all its matrices: what rates are looked up by."""
         if self._kind:
             return self._kind
+        if names not in self._kinds_of:
+            self._kinds_of[names] = self._shares(names)
+        return self._kinds_of[names]
+
+    def _shares(self, names: tuple[str, ...]) -> Kinds:
+        """`kinds`, counted."""
         matrices = [b for b in self.blocks if b.tiled or b.stride]
         chosen = [b for b in matrices if not names or b.name in names] or self.blocks[:1]
         kind = chosen[0].format.kind
