@@ -41,7 +41,7 @@ check: .venv/test.stamp ## lint, formatting, types, generated documentation
 	@$(BIN)/python -m penstock.cli.docs --check
 	@$(BIN)/clang-format --dry-run -Werror $(filter csrc/%.cpp csrc/%.h,$(NATIVE))
 
-fuzz: .venv/test.stamp .venv/bench.stamp .venv/wheel.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers, and for ARM under qemu; lm-eval; 4 minutes each of mutated files, of models as wide as real ones (also beside a device), of services of such models, of conversations, and of plans; GGUF files beside llama.cpp, folders beside transformers
+fuzz: .venv/test.stamp .venv/bench.stamp .venv/wheel.stamp build/sanitize/stamp build/lm-eval/stamp ## search for counterexamples 30 times longer; native tests with sanitizers, and for ARM under qemu; lm-eval; 4 minutes each of mutated files, of models as wide as real ones (also beside a device), of services of such models, of servers of several at their memory limit, of conversations, and of plans; GGUF files beside llama.cpp, folders beside transformers
 	@HYPOTHESIS_PROFILE=fuzz $(PYTEST) -m "hypothesis or fuzz or thinned" $(ARGS)
 	@LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	    PENSTOCK_NATIVE="$$(echo build/sanitize/_native*.so)" \
@@ -51,6 +51,7 @@ fuzz: .venv/test.stamp .venv/bench.stamp .venv/wheel.stamp build/sanitize/stamp 
 	@$(BIN)/python -m tests.at_size --minutes 4
 	@$(BIN)/python -m tests.at_size.beside_device --minutes 4
 	@$(BIN)/python -m tests.at_size.served --minutes 4
+	@$(BIN)/python -m tests.at_size.shelved --minutes 4
 	@$(BIN)/python -m tests.conversations --minutes 4
 	@$(BIN)/python -m tests.promises --minutes 4
 	@$(BIN)/python -m tests.beside_llamacpp --minutes 6
