@@ -6,7 +6,9 @@ import asyncio
 import json
 from typing import Any
 
-from penstock.serve.api.guard import Access, Guard, Limits
+import pytest
+
+from penstock.serve.api.guard import Access, Guard, Limits, Refused
 
 HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
 
@@ -49,3 +51,20 @@ def test_what_bodies_hold_is_bounded_until_answers_begin() -> None:
         assert await ask(Guard(app, Access("127.0.0.1"), Limits(1 << 20, parsed_bytes=1 << 20))) == 413
 
     asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
+def test_a_text_counts_as_one_object() -> None:
+    """A prompt that is JSON itself, as agents send it, has no more parts than another. A string without an end, whose
+    escaped quotes could each begin another one, is looked at once."""
+    guard = Guard(_no_app, Access("127.0.0.1"), Limits.of(131_072))
+    text = json.dumps([{"a": 1, "b": [2, 3]}] * 20_000)
+    body = json.dumps({"prompt": text}).encode()
+    assert guard._parsed(body) < 3 * len(body) + 2_000
+    endless = b'{"' + b'\\"' * 1_000_000
+    assert Guard(_no_app, Access("127.0.0.1"), Limits.of(131_072))._parsed(endless) < 3 * len(endless) + 2_000
+    with pytest.raises(Refused, match="body of so many parts"):
+        guard._parsed(text.encode())
+
+
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError
