@@ -27,6 +27,7 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.parts import PAGE_BYTES, parts
 from penstock.spec.plan import Plan, Unit
+from penstock.units import MIB
 from tests.plans import make_plan
 from tests.pure.machine import LLAMA_1B, MACHINE, model
 
@@ -155,9 +156,10 @@ def test_one_sequence_leaves_pages_that_it_has_not_reached() -> None:
     there = staying(plan, asks[0])
     assert read[0] == streams - sum(plan.unit_bytes(plan.units[u]) for u in there)
     assert predict(plan, asks[0], machine).disk_bytes_per_token == read[0]  # whole, without short plans
-    (step,) = {passes.decode(plan, (0,), (position,), None).pages_used for position in (0, 255)}
+    (step,) = {passes.decode(plan, (0,), (position,), None).pages_used for position in (0, plan.page_tokens - 1)}
     assert step == 1
-    assert [p.pages_used for p in passes.prompts(plan, (0,), (1000,), None)] == [2, 4]
+    ends = [-(-end // plan.page_tokens) for end in (512, 1000)]
+    assert [p.pages_used for p in passes.prompts(plan, (0,), (1000,), None)] == ends
     assert "more of them slow it down" in " ".join(solved[0].reasons)
 
 
@@ -182,3 +184,17 @@ def test_kept_pages_are_worth_their_room_for_some_passes_only() -> None:
     pages.drop(other)
     pages.tick()
     assert pages.kept == 0 and pages.top == 0 and pages.had == 0
+
+
+def test_a_single_sequence_has_short_pages_where_long_ones_leave_no_room_for_a_unit() -> None:
+    """LLAMA_1B's pools have 1 MiB for 1,024 tokens, and a unit takes 0.84 MiB: beside a page of 256 it has no room."""
+    asked = Ask(prompt_tokens=16, output_tokens=32, host_memory_bytes=500 * MIB, context=1024)
+    short = solve(asked, LLAMA_1B, INT4, MACHINE).plan
+    assert short.guests and short.page_tokens == 64
+    assert Layout(short).guests and staying(short, asked)
+    longer = solve(replace(asked, prompt_tokens=600), LLAMA_1B, INT4, MACHINE).plan
+    assert not longer.guests and longer.page_tokens == 256
+    long = solve(replace(asked, context=4096), LLAMA_1B, INT4, MACHINE).plan
+    assert long.guests and long.page_tokens == 256
+    together = solve(replace(asked, batch=2), LLAMA_1B, INT4, MACHINE).plan
+    assert together.page_tokens == 256

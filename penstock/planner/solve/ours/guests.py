@@ -7,6 +7,7 @@ from itertools import groupby
 
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
+from penstock.planner.sizes import SHORT_PAGE
 from penstock.planner.solve.fill import Run, units
 from penstock.spec.ask import Ask
 from penstock.spec.parts import PAGE_BYTES, Part
@@ -27,10 +28,21 @@ _LEAST_SHARE = 0.05
 def with_guests(plan: Plan, ask: Ask) -> Plan:
     """The plan with units that may stay in KV pages, in place of some of the FFNs' units on the disk. The same plan
     where there may be none, and where they would be a twentieth or less of what streams. A single sequence reaches as
-    many pages as the ask has tokens, and units may stay in the others. Only where units lie changes, and no arena grows
-    but for scratch."""
+    many pages as the ask has tokens, and units may stay in the others. It has smaller pages where these leave room for
+    a twentieth more. Only where units lie changes, and no arena grows but for scratch."""
     if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
+    best = plan
+    pages = (plan.page_tokens, SHORT_PAGE) if _is_for_one(plan) and not plan.kv_pages else (plan.page_tokens,)
+    for page_tokens in dict.fromkeys(pages):
+        housing = _housing(with_arenas(replace(plan, page_tokens=page_tokens)), ask)
+        if still_streamed(housing, ask) < (1 - _LEAST_SHARE) * still_streamed(best, ask):
+            best = housing
+    return best
+
+
+def _housing(plan: Plan, ask: Ask) -> Plan:
+    """The plan with as many guests as its pages have room for."""
     reached = _reached(plan, ask)
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
@@ -39,9 +51,7 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
         part, alike = plan.parts[key], list(group)
         recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
-    housing = with_arenas(replace(plan, units=tuple(recut), guests=True))
-    before, after = still_streamed(plan, ask), still_streamed(housing, ask)
-    return housing if after < (1 - _LEAST_SHARE) * before else plan
+    return with_arenas(replace(plan, units=tuple(recut), guests=True))
 
 
 def still_streamed(plan: Plan, ask: Ask) -> int:
