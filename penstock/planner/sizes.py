@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.spec.ask import Ask
+from penstock.spec.format import PAGE_TOKENS
 from penstock.units import round_up
 
 # The most rows of a usual chunk of a prompt. Weights are read once a chunk. With more rows, computing takes longer than
@@ -20,14 +21,10 @@ def prompt_and_half_way(ask: Ask, context: int) -> tuple[int, int]:
     return prompt, min(prompt + ask.output_tokens // 2, context - 1)
 
 
-# Tokens of a KV page. Short pages waste less memory on a short context, and long pages are read faster: attention over
-# pages of 64 takes 1.1 times as long as over pages of 256 (docs/LOG.md).
-SHORT_PAGE, LONG_PAGE = 64, 256
-
-
 def page_tokens(context: int) -> int:
-    """Tokens of a KV page, for a context of so many."""
-    return LONG_PAGE if context >= 4 * LONG_PAGE else SHORT_PAGE
+    """Tokens of a KV page. Short pages waste less memory on a short context, and long pages are read faster: attention
+    over pages of 64 takes 1.1 times as long as over pages of 256 (docs/LOG.md)."""
+    return 4 * PAGE_TOKENS if context >= 1024 else PAGE_TOKENS
 
 
 def shared_tokens(ask: Ask, page_tokens: int) -> int:

@@ -19,6 +19,7 @@ from penstock.planner.sizes import MIN_CHUNK_ROWS, prompt_and_half_way
 from penstock.planner.solve.fill import Run, filled, units
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import most_together
+from penstock.spec.format import PAGE_TOKENS
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, tier_of
 from penstock.spec.plan import Plan, Unit
@@ -29,7 +30,6 @@ from penstock.units import MIB, round_up
 # - "cpu": the CPU computes attention with its projections
 # - "cpu scores": the CPU computes the scores, the device the projections, as in FlexGen
 ATTENDS = ("device", "cpu", "cpu scores")
-PAGE_TOKENS = 64
 NEAR: Shares = (1.0, 0.0, 0.0)
 IN: tuple[Shares, Shares, Shares] = (NEAR, (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))  # all in one tier
 _MOST_CHUNK_ROWS, _FEWER_ROWS = 2048, 512

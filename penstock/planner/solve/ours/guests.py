@@ -7,9 +7,9 @@ from itertools import groupby
 
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
-from penstock.planner.sizes import SHORT_PAGE
 from penstock.planner.solve.fill import Run, units
 from penstock.spec.ask import Ask
+from penstock.spec.format import PAGE_TOKENS
 from penstock.spec.parts import PAGE_BYTES, Part
 from penstock.spec.plan import UNIT_BYTES, Plan, Unit
 from penstock.units import MIB, round_up
@@ -33,7 +33,7 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
     best = plan
-    pages = (plan.page_tokens, SHORT_PAGE) if _is_for_one(plan) and not plan.kv_pages else (plan.page_tokens,)
+    pages = (plan.page_tokens, PAGE_TOKENS) if _is_for_one(plan) and not plan.kv_pages else (plan.page_tokens,)
     for page_tokens in dict.fromkeys(pages):
         housing = _housing(with_arenas(replace(plan, page_tokens=page_tokens)), ask)
         if still_streamed(housing, ask) < (1 - _LEAST_SHARE) * still_streamed(best, ask):
