@@ -157,14 +157,11 @@ class Part:
 
     def kinds(self, names: tuple[str, ...] = ()) -> Kinds:
         """The formats of these blocks, without names those of all its matrices: what rates are looked up by."""
-        if self._kind:
-            return self._kind
-        if names not in self._kinds_of:
+        if not self._kind and names not in self._kinds_of:
             self._kinds_of[names] = self._shares(names)
-        return self._kinds_of[names]
+        return self._kind or self._kinds_of[names]
 
     def _shares(self, names: tuple[str, ...]) -> Kinds:
-        """`kinds`, counted."""
         matrices = [b for b in self.blocks if b.tiled or b.stride]
         chosen = [b for b in matrices if not names or b.name in names] or self.blocks[:1]
         kind = chosen[0].format.kind
