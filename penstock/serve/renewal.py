@@ -2,14 +2,16 @@
 
 Loading reads the weights that stay with the very reader that streams the others later. Its speed, beside the speed that
 the machine's figures foretell for the same loads, says what the disk gives today. Where loading took less than half a
-second, weights that stream are read for the rest of it. The weights that stay are then read once more, for some 20 ms,
-which says the same of the RAM. The plan is predicted again for a machine whose lanes move bytes so many times as fast:
-no other formula turns bytes into seconds.
+second, weights that stream are read for the rest of it, and for half a second in any case where computing slows the
+disk. Meanwhile the CPU is busy for as much of the time as in decoding. The weights that stay are then read once more,
+for some 20 ms, which says the same of the RAM. The plan is predicted again for a machine whose lanes move bytes so many
+times as fast: no other formula turns bytes into seconds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ from penstock.serve.history import LEAST_RAM_BYTES
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import CPU, Lane, reads_disk
+from penstock.spec.places import CPU, DISK, Lane, reads_disk
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_rate, format_seconds
 
@@ -38,15 +40,21 @@ _LEAST_READ_BYTES, _LEAST_READ_S = 64 * MIB, 0.5
 # RAM that seems slower is read so many times more, 20 ms each, and the best of them counts. On a shared machine one
 # such reading gave 0.6 of the speed that the run then had.
 _MORE_RAM = 3
+# Where a disk is slowed by more than this while the CPU is as busy as in decoding, it is timed beside such a CPU in any
+# case. By how much it is depends on how the CPU is busy. Beside reading RAM for a quarter, half and all of the time a
+# virtual disk had 0.95, 0.93 and 0.68 of its speed with bursts of 0.3 ms, and 0.86, 0.73 and 0.61 with bursts of 3 ms.
+# By the machine's one factor, passes ran 6 to 14 % faster than was renewed (docs/LOG.md, 2026-11-29).
+_SLOWED = 0.05
 _DISK, _RAM = "disk", "RAM"
 # The least and most times of a shift: beyond them the measurement was disturbed. RAM that reads faster than it did for
 # the probe raises no promise: beside other processes 20 ms of reading gave 13 to 83 GB/s, while runs became no faster.
 _TIMES = {_DISK: (0.25, 4.0), _RAM: (0.5, 1.0)}
 _SAME = 0.03  # a smaller relative change is none
 # What a disk gives is taken to change by a tenth from day to day, or by as much as it seems to have changed; and a
-# reading whose quarters differ, to be off by twice as much as they do. Of 16 readings of half a second, the five whose
-# quarters differed by 8 to 19 % gave 2.3 to 2.9 GB/s, the others 2.6 to 3.0 (docs/LOG.md).
-_USUAL_CHANGE, _OFF_BY_SWING = 0.1, 2.0
+# reading of half a second to be off by so much, and by as much as its quarters differ. In an hour in which passes of
+# 4 s were within 6 % of their mean, 24 readings were off by 8 % where quarters differed by 2 %, by 10 and 12 % where
+# they differed by 5 and 9 %. In calmer hours they are off by 3 % (docs/LOG.md, 2026-11-29).
+_USUAL_CHANGE, _OFF, _OFF_BY_SWING = 0.1, 0.04, 1.0
 
 
 @dataclass(frozen=True)
@@ -61,19 +69,19 @@ class Shift:
 
     @property
     def times(self) -> float:
-        """Today's speed over the foretold one, bounded. 1 where they hardly differ. Where the reading swings, a part of
-        the change counts: as much as makes the expected error least."""
+        """Today's speed over the foretold one, bounded. 1 where they hardly differ. Of a disk a part of the change
+        counts: as much as makes the expected error least."""
         times = self.measured_bytes_per_s / self.foretold_bytes_per_s
-        if self.swing and times > 0:
+        if self.what == _DISK and times > 0:
             change = math.log(times)
-            usual = max(_USUAL_CHANGE, abs(change)) ** 2
-            times = math.exp(change * usual / (usual + (_OFF_BY_SWING * self.swing) ** 2))
+            usual, off = max(_USUAL_CHANGE, abs(change)) ** 2, _OFF**2 + (_OFF_BY_SWING * self.swing) ** 2
+            times = math.exp(change * usual / (usual + off))
         least, most = _TIMES[self.what]
         return 1.0 if abs(times - 1) < _SAME else min(most, max(least, times))
 
     def __str__(self) -> str:
         today, foretold = map(format_rate, (self.measured_bytes_per_s, self.foretold_bytes_per_s))
-        swings = f"; it swings by {self.swing:.0%}, so a part of the change counts" if self.swing >= _SAME else ""
+        swings = f"; it swings by {self.swing:.0%}, so less of the change counts" if self.swing >= _SAME else ""
         return f"{self.what} gives {today} today, where {foretold} were foretold (× {self.times:.2f}{swings})"
 
     def moves(self, lane: Lane) -> bool:
@@ -119,23 +127,24 @@ class Renewed:
         }
 
 
-def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
+def shifts(session: Session, machine: MachineSpec, cpu_share: float) -> tuple[Shift, ...]:
     """What disk and RAM give now, each where that can be told: weights were read for long enough, from one disk, and no
-    device computes. `machine`: whose figures the plan was predicted with. Reads the disk for up to half a second, if
-    decoding streams and loading took less, and RAM for some 20 ms, or some 80 where it seems slow."""
+    device computes. `machine`: whose figures the plan was predicted with. `cpu_share`: the share of the time in which
+    the CPU is busy in decoding. Reads the disk for up to half a second, if decoding streams and loading took less or
+    computing slows the disk, and RAM for some 20 ms, or some 80 where it seems slow."""
     if uses_device(session.plan):
         return ()
     cost, shifts = Cost(machine), list[Shift]()
-    read = session.loading
-    if read.seconds < _LEAST_READ_S:
+    reads = [session.loading]
+    slowed = _pace(cost, DISK.reads, cpu_share) < 1 - _SLOWED
+    seconds = _LEAST_READ_S - (0.0 if slowed else session.loading.seconds)
+    if seconds > 0:
         # A disk that fails now, or a damaged granule, is met by the pass that wants it, which says what to do.
         with suppress(PenstockError):
-            read = read.beside(session.read_streamed(_LEAST_READ_S - read.seconds, _LEAST_READ_BYTES))
+            reads.append(session.read_streamed(seconds, _LEAST_READ_BYTES, cpu_share))
     disks = [lane for lane, nbytes in session.reader.bytes_by_disk.items() if nbytes]
-    if len(disks) == 1 and tells(read):
-        lane = disks[0]
-        foretold_s = read.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, read.bytes)
-        shifts.append(Shift(_DISK, read.bytes / foretold_s, read.bytes_per_s, read.swing))
+    if len(disks) == 1:
+        shifts += _disk_shift(reads, cost, disks[0])
     resident, foretold = session.read_resident(), _foretold_ram(session.plan, cost)
     for _ in range(_MORE_RAM):
         if resident.bytes < LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:
@@ -144,6 +153,26 @@ def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
     if resident.bytes >= LEAST_RAM_BYTES and resident.seconds > 0:
         shifts.append(Shift(_RAM, foretold, resident.bytes_per_s))
     return tuple(shifts)
+
+
+def _disk_shift(reads: Sequence[Read], cost: Cost, lane: Lane) -> Iterator[Shift]:
+    """What the disk gave in these reads together, where that tells its speed."""
+    nbytes, seconds = sum(read.bytes for read in reads), sum(read.seconds for read in reads)
+    if tells(nbytes, seconds):
+        foretold_s = sum(_foretold_s(read, cost, lane) for read in reads)
+        yield Shift(_DISK, nbytes / foretold_s, nbytes / seconds, max(read.swing for read in reads))
+
+
+def _foretold_s(read: Read, cost: Cost, lane: Lane) -> float:
+    """The seconds that these loads take by the machine's figures, beside a CPU as busy as it was."""
+    alone_s = read.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, read.bytes)
+    return alone_s / _pace(cost, lane, read.cpu_share)
+
+
+def _pace(cost: Cost, lane: Lane, cpu_share: float) -> float:
+    """The share of its speed that a lane has, by the machine's figures, while the CPU is busy for so much of the
+    time."""
+    return 1 - cpu_share + cpu_share / cost.factor(lane, frozenset({CPU}))
 
 
 def _foretold_ram(plan: Plan, cost: Cost) -> float:
@@ -156,17 +185,17 @@ def _foretold_ram(plan: Plan, cost: Cost) -> float:
     return min(cost.bytes_per_s(CPU, "*", "*"), cost.products_bytes_per_s(CPU, kinds))
 
 
-def tells(read: Read) -> bool:
+def tells(nbytes: int, seconds: float) -> bool:
     """Whether weights were read for long enough to tell the disk's speed."""
-    long = read.bytes >= _LEAST_READ_BYTES or read.seconds >= _LEAST_READ_S
-    return read.bytes > 0 and read.seconds > 0 and long
+    long = nbytes >= _LEAST_READ_BYTES or seconds >= _LEAST_READ_S
+    return nbytes > 0 and seconds > 0 and long
 
 
 def renewed(
     promised: Prediction, session: Session, ask: Ask, machine: MachineSpec, trace: RouterTrace | None
 ) -> Renewed | None:
     """The promise for today; None where nothing can be told of today. `trace`: what routers were taken to say."""
-    seen = shifts(session, machine)
+    seen = shifts(session, machine, promised.lane_share.get(CPU, 0.0))
     if not seen:
         return None
     today = machine

@@ -16,7 +16,6 @@ from threadpoolctl import threadpool_limits
 from penstock.errors import BadRequest, DamagedModel, PenstockError
 from penstock.graph.lower import Lowering
 from penstock.graph.pages import check_tables
-from penstock.graph.passes import DECODE
 from penstock.graph.tasks import Call, Pass, Task
 from penstock.graph.timeline import Timeline
 from penstock.runtime import host
@@ -34,7 +33,7 @@ from penstock.runtime.kv_pages import KvPages
 from penstock.runtime.made import between_passes, copied
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.open_passes import OpenPassRunner, open_lowering
-from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram
+from penstock.runtime.reread import NOTHING, Busy, Read, from_disk, from_ram, streamed_ranges
 from penstock.serve.hearing import Hearing
 from penstock.serve.kept import Held
 from penstock.serve.traffic import Traffic
@@ -297,21 +296,19 @@ class Session:
         StorageFailed, DamagedModel."""
         return self.read_streamed(seconds), self.read_resident()
 
-    def read_streamed(self, seconds: float, least_bytes: int = 1) -> Read:
-        """Times the disk: loads the weights that a decode pass streams, for about so many `seconds`. NOTHING where
-        they have fewer than `least_bytes`. Rings and caches lose what they hold. Raises StorageFailed, DamagedModel."""
+    def read_streamed(self, seconds: float, least_bytes: int = 1, cpu_share: float = 0.0) -> Read:
+        """Times the disk: loads the weights that a decode pass streams, for about so many `seconds`, while the CPU is
+        busy for a share of the time. NOTHING where they have fewer than `least_bytes`. Rings and caches lose what they
+        hold. Raises StorageFailed, DamagedModel."""
         self.drain()
-        plan, layout = self.plan, self.lowering.layout
-        units = [u for u in plan.units if layout.streams(u, DECODE) and u.executor("decode") == HOST]
-        ranges = [(unit.part, unit.lo, unit.hi, plan.unit_bytes(unit)) for unit in units]
-        for part in (plan.parts[f"{cache.layer}.experts"] for cache in plan.caches if cache.executor == HOST):
-            n = part.least_granules  # of an expert
-            ranges += [(part.key, lo, lo + n, part.least_bytes) for lo in range(0, part.granules, n)]
-        if sum(nbytes for *_, nbytes in ranges) < least_bytes or HOST not in plan.ring_bytes:
+        ranges = streamed_ranges(self.plan, self.lowering.layout)
+        if sum(nbytes for *_, nbytes in ranges) < least_bytes or HOST not in self.plan.ring_bytes:
             return NOTHING
-        ring = self._arenas.whole(f"{HOST}.ring")
+        ring, weights = f"{HOST}.ring", f"{HOST}.weights"
+        memory = self._arenas.whole(weights if self._arenas.sees(weights) else ring)
+        busy = Busy(cpu_share, memory, host.usable_threads(self._how.threads))
         try:
-            return from_disk(self.reader, ranges, ring.ctypes.data, plan.ring_bytes[HOST], seconds)
+            return from_disk(self.reader, ranges, self._arenas.whole(ring), seconds, busy)
         finally:
             self._start_over()
 
