@@ -186,7 +186,8 @@ def _fitting(size: Skeleton, rings: list[int]) -> Iterator[list[Candidate]]:
         for guesses in guess_options(problem):
             ahead = f", {guesses} guessed ahead" if guesses else ""
             plans[f"experts in caches{ahead}"] = caching(sized, {}, guesses=guesses)
-        asks = may_ask(problem)
+        # Such plans take more than the one in which everything streams.
+        asks = may_ask(problem) and problem.fits(sized.plan({}, {}), HOST)
         slots = asks and scattered(problem)
         for hot in HOT_SHARES[: 1 if slots else None] if asks else ():
             plans[f"neurons that fire from the disk, {hot:.0%} hot"] = asking(sized, hot)
