@@ -22,9 +22,9 @@ from penstock.spec.ask import Ask
 from penstock.spec.format import FLOAT32, Format, mixture, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
-from penstock.spec.one_input import laid_out_alike
 from penstock.spec.parts import MIXED, parts
 from penstock.spec.predictors import Predictors
+from penstock.spec.widened import as_kept
 from penstock.store import manifest as manifests
 from penstock.store.gguf.header import is_gguf
 from penstock.store.header import KINDS, TensorInfo, quoted, read_header
@@ -108,7 +108,7 @@ def _quantised(spec: ModelSpec, how: Quantization, where: str) -> Format:
                 module = places[part.key, block.name].tensor.removesuffix(".weight")
                 kept = part.kind == "embed" or (part.kind == "head" and not how.head) or how.skips(module)
                 table[f"{part.key}.{block.name}"] = Format(spec.dtype) if kept else parse_format(how.kind)
-    mixed = mixture(laid_out_alike(table))
+    mixed = mixture(as_kept(table, spec))
     try:
         parts(spec, mixed)
     except BadRequest as error:

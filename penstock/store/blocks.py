@@ -23,11 +23,13 @@ from penstock.errors import BrokenModel
 from penstock.spec.blocks import BLOCKS, GROUP, Blocks, Code
 from penstock.spec.format import TILE_ROWS, Format, parse_format, tiles
 from penstock.store.header import KINDS
+from penstock.units import round_up
 
 Array = npt.NDArray[Any]
 
 _LARGEST_EXPONENT = 252  # of MXFP4, whose largest number is 6 · 2^(252 - 127)
 _LINE_BYTES = 64
+_TILE_COLUMNS = 64  # the most columns of a tile's block of the formats with blocks of 32 (`Blocks.span`)
 # q4_1 is int4 with groups of 32: its file's blocks have d and m, as q5_1's have.
 _Q4_1 = Blocks(GROUP, 20, Code(4), GROUP, 2)
 
@@ -86,9 +88,12 @@ def encode_blocks(
 
 
 def widened(raw: Array, gguf_type: str, cols: int, first_column: int = 0) -> npt.NDArray[np.float32]:
-    """As `encode_blocks`, but the numbers themselves, float32 [r, cols]. Raises BrokenModel as it does."""
-    fmt = format_of(gguf_type)
+    """As `encode_blocks`, but the numbers themselves, float32 [r, cols], of any columns. Raises BrokenModel as it
+    does."""
+    whole, fmt = max(_blocks(gguf_type).columns, _TILE_COLUMNS), format_of(gguf_type)
     assert fmt is not None
+    before = first_column % whole
+    first_column, wanted, cols = first_column - before, cols, round_up(before + cols, whole)
     rows, nbytes = len(raw), fmt.matrix_bytes(len(raw), cols)
     memory = np.empty(nbytes + _LINE_BYTES, np.uint8)
     tiled = memory[-memory.ctypes.data % _LINE_BYTES :][:nbytes]
@@ -98,7 +103,7 @@ def widened(raw: Array, gguf_type: str, cols: int, first_column: int = 0) -> npt
         weights=tiled.ctypes.data, count=1, stride=nbytes, matrix=_native.Matrix(rows, cols, fmt.kind, fmt.group, 0),
         tokens=numbers.ctypes.data, t=rows, rows=wide.ctypes.data,
     )  # fmt: skip
-    return wide
+    return wide[:, before : before + wanted]
 
 
 def is_finite(packed: Array, cols: int, fmt: Format) -> bool:

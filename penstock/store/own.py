@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import BadRequest, UnsupportedModel
+from penstock.spec.blocks import GROUP
 from penstock.spec.format import FLOAT32, Format, mixture
 from penstock.spec.model import ModelSpec
-from penstock.spec.one_input import laid_out_alike
 from penstock.spec.parts import PINNED, parts
+from penstock.spec.widened import as_kept, cuts_groups
 from penstock.store.blocks import format_of
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.gguf.header import is_gguf
@@ -53,7 +54,7 @@ def own_dtype(checkpoint: Checkpoint, spec: ModelSpec) -> str:
 
 def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
     """The formats that hold every matrix exactly. `spec`: with `own_dtype`. Where all are floats in a folder they get
-    the same format, else each its own (but for `laid_out_alike`). Raises UnsupportedModel for formats that a model
+    the same format, else each its own (but for `as_kept`). Raises UnsupportedModel for formats that a model
     cannot have."""
     if checkpoint.gguf is None and _dtypes(checkpoint, spec) <= KINDS.keys():
         return Format(spec.dtype)
@@ -63,7 +64,7 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
         assert fmt is not None  # `weights` has found it
         if kind not in PINNED and table.setdefault(f"{key}.{block}", fmt) != fmt:
             raise UnsupportedModel(f"{checkpoint.folder} has experts of a layer in {fmt.name} and in another format")
-    mixed = mixture(laid_out_alike(table), mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
+    mixed = mixture(as_kept(table, spec), mixture_label(checkpoint.gguf) if checkpoint.gguf is not None else "")
     try:
         parts(spec, mixed)
     except BadRequest as error:
@@ -72,19 +73,23 @@ def own_weights(checkpoint: Checkpoint, spec: ModelSpec) -> Format:
 
 
 def tell_widened(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:
-    """Warns of matrices that `own` has in more bytes than the checkpoint (`laid_out_alike`)."""
-    widened = {
-        tensor.name: tensor.nbytes
-        for key, block, _, tensor in _matrices(checkpoint, spec)
-        if tensor.dtype not in KINDS and own.of(key, block) == FLOAT32
-    }
-    if widened:
-        size = format_bytes(sum(widened.values()))
-        warnings.warn(
-            f"{checkpoint.folder}: {len(widened)} quantised matrices ({size}) are held in float32, since floats"
-            f" multiply the same rows: {quoted(min(widened))}",
-            stacklevel=2,
-        )
+    """Warns of matrices that `own` has in more bytes than the checkpoint (`as_kept`)."""
+    by_key = {part.key: part for part in parts(spec, own)}
+    beside, cut = dict[str, int](), dict[str, int]()
+    for key, block, _, tensor in _matrices(checkpoint, spec):
+        if tensor.dtype not in KINDS and own.of(key, block) == FLOAT32:
+            (cut if cuts_groups(by_key[key].block(block)) else beside)[tensor.name] = tensor.nbytes
+    for widened, why in (
+        (beside, "floats multiply the same rows"),
+        (cut, f"heads end within a group of {GROUP} columns"),
+    ):
+        if widened:
+            size = format_bytes(sum(widened.values()))
+            warnings.warn(
+                f"{checkpoint.folder}: {len(widened)} quantised matrices ({size}) are held in float32, since {why}:"
+                f" {quoted(min(widened))}",
+                stacklevel=2,
+            )
 
 
 def require_floats(checkpoint: Checkpoint, spec: ModelSpec, own: Format) -> None:

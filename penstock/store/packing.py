@@ -169,11 +169,12 @@ class Packing:
         into = granules[:, block.offset : block.offset + block.nbytes]
         cleared.result()
         with _named(tensor):
-            if source.axis == 1:
+            if source.axis == 1 and format_of(tensor.dtype) == block.format:
                 encode_blocks(raw, tensor.dtype, block.rows, block.cols, start, into)
                 return
             for i in range(hi - lo):
-                _encode_blocks(raw[i * extent :][:extent], tensor.dtype, block, 0, into[i])
+                rows, column = (raw, start + i * extent) if source.axis == 1 else (raw[i * extent :][:extent], 0)
+                _encode_blocks(rows, tensor.dtype, block, column, into[i])
 
     def _order(self, part: Part, source: TensorSource) -> array[int] | None:
         """The order in which an FFN's neurons are taken from a tensor. Columns that have an order of their own are in
@@ -225,7 +226,7 @@ class Packing:
 
 def _encode_blocks(raw: npt.NDArray[Any], dtype: str, block: Block, first_column: int, into: npt.NDArray[Any]) -> None:
     """Rows of a tensor in blocks, uint8 [r, bytes of a row], as a granule's block: as they are, or widened where it has
-    another format (`spec.one_input`)."""
+    another format (`spec.widened`)."""
     if format_of(dtype) == block.format:
         encode_blocks(raw, dtype, block.rows, block.cols, first_column, into)
     else:

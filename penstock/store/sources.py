@@ -11,8 +11,8 @@ from penstock.errors import UnsupportedModel
 from penstock.models import TensorSource, sources, stacked_sources
 from penstock.models.gguf import gguf_sources
 from penstock.spec.model import ModelSpec
-from penstock.spec.one_input import ONE_INPUT
 from penstock.spec.parts import Part
+from penstock.spec.widened import ONE_INPUT
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.header import quoted
 

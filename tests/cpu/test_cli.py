@@ -20,6 +20,12 @@ STORIES = ROOT.parent / "shared/models/stories-260k"
 needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the model stories-260k is not on this machine")
 
 
+def test_the_package_is_the_command_line():
+    for name in ("penstock", "penstock.cli"):
+        done = subprocess.run([sys.executable, "-m", name, "--version"], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("penstock ")
+
+
 def penstock(*args: str, stdin: str = "", **kwargs) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "penstock.cli", *args]
     return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=600, **kwargs)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import pytest
@@ -189,6 +190,27 @@ def test_what_is_beside_floats_of_one_input_is_widened(kind: Kind, tmp_path: Pat
     assert formats["1.attn.q"] == formats["1.attn.k"] == formats["1.ffn.up"] == plain
     assert formats["1.attn.v"] == formats["1.attn.o"] == "float16" and formats["1.ffn.gate"] == "bfloat16"
     assert formats["1.ffn.down"] == formats["0.attn.q"] == formats["0.ffn.up"]
+
+
+HEADS = {"hidden_size": 256, "head_dim": 72, "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 4096}
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q4_0, Kind.Q4_1, Kind.Q6_K, Kind.MXFP4], ids=lambda kind: kind.name)
+def test_heads_that_end_within_a_group_have_an_output_in_float32(kind: Kind, tmp_path: Path) -> None:
+    """A granule has 72 columns of it. The numbers are those of the file."""
+    save(Variant("llama-odd-heads", "llama", by_name("llama-gqa").keys | HEADS), tmp_path / "hf")
+    held = gguf_models.convert(
+        tmp_path / "hf", tmp_path / "file.gguf", lambda name: Kind.F16 if "ffn_down" in name else kind
+    )
+    with catch_warnings(record=True) as told:
+        simplefilter("always")
+        same_numbers(tmp_path / "file.gguf", held, tmp_path)
+    formats = {b.name: b.format.name for b in open_packed(tmp_path / "kept").parts["1.attn"].blocks}
+    if kind == Kind.F16:
+        assert not told and formats["o"] == "float16"
+        return
+    assert formats["o"] == "float32" and formats["q"] == TRAINED.get(kind, kind.name.lower())
+    assert "2 quantised matrices" in str(told[0].message) and "heads end within a group" in str(told[0].message)
 
 
 def test_what_is_widened_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ dequantise to; and one line for each that is refused."""
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,11 +312,29 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, LLAMA, awq(), AWQ)
     with pytest.raises(UnsupportedModel, match="keeps its numbers"):
         pack(folder, tmp_path / "kept", parse_format("int4"))
-    odd = replace(LLAMA, keys=LLAMA.keys | {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8})
-    folder = folder_of(tmp_path / "odd", odd, awq(), AWQ)
-    with pytest.raises(UnsupportedModel, match="16 columns in a granule"):
-        pack(folder, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
+
+
+ODD_HEADS = {"head_dim": 20, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8", "awq", "packed-zeros", "int8", "float8-matrix"])
+def test_heads_that_end_within_a_group_have_an_output_in_float32(name: str, tmp_path: Path) -> None:
+    _, quantise, config, kind = CASES[name]
+    odd = replace(LLAMA, keys=LLAMA.keys | ODD_HEADS)
+    folder = folder_of(tmp_path, odd, quantise, config)
+    ordered = name == "gptq-act-order"  # its granules are all heads: 160 columns
+    with (
+        pytest.warns(UserWarning, match="since heads end within a group of 32 columns") if not ordered else ExitStack()
+    ):
+        model = open_packed(pack(folder, tmp_path / "kept"))
+    assert {b.name: b.format.name for b in model.parts["1.attn"].blocks if b.tiled} == {
+        "q": kind, "k": kind, "v": kind, "o": kind if ordered else "float32",
+    }  # fmt: skip
+    assert describe(folder)[1] == own_format(folder) == model.weights
+    same_answers(tmp_path / "kept", tmp_path / "q-wide", odd)
+    (folder / "model.safetensors").unlink()
+    assert describe(folder / "config.json")[1] == model.weights
 
 
 @pytest.mark.parametrize("how", ["awq", "gptq"])
