@@ -11,9 +11,12 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 from typer import Option
+
+from penstock.cli.cache_flag import naming_cache_flag
 
 
 def flag(name: str, metavar: str | None, help: str, default: Any = None, **how: Any) -> Any:
@@ -38,9 +41,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def call(**values: Any) -> None:
+        naming = naming_cache_flag(values["cache"]) if "cache" in values else nullcontext()
         for name, group in groups.items():
             values[name] = group(**{f.name: values.pop(f.name) for f in dataclasses.fields(group)})
-        command(**values)
+        with naming:
+            command(**values)
 
     del call.__dict__["__wrapped__"]  # by which inspect would find the folded signature
     call.__dict__["__signature__"] = inspect.Signature(parameters)

@@ -1,0 +1,44 @@
+"""Errors about the folder of the cache name the flag that names another one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from penstock.errors import PenstockError, StorageFailed
+
+# What is said of a folder that cannot be written to, or has no room.
+_WORDS = ("too full", "became full", *(os.strerror(number) for number in (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM,
+)))  # fmt: skip
+
+
+@contextmanager
+def naming_cache_flag(cache: str | None) -> Iterator[None]:
+    """In this block errors of a disk that has no room, or cannot be written to, name --cache where they are about the
+    cache. `cache`: the value of the flag. Raises what is raised in the block."""
+    try:
+        yield
+    except StorageFailed as error:
+        if _is_about(error.message, cache):
+            error.message += " (--cache DIR names another place)"
+            error.args = (error.message,)
+        raise
+    except OSError as error:
+        if error.filename is not None and error.strerror and _is_about(f"{error.filename}: {error.strerror}", cache):
+            message = f"{os.fsdecode(error.filename)}: {error.strerror} (--cache DIR names another place)"
+            raise StorageFailed(message) from None
+        raise
+
+
+def _is_about(message: str, cache: str | None) -> bool:
+    from penstock.cli.options import cache_folder
+
+    try:
+        folder = cache_folder(cache)
+    except PenstockError:
+        return False
+    named = any(str(path) in message for path in {folder, folder.absolute()} if path.name)
+    return named and "--cache" not in message and any(word in message for word in _WORDS)
