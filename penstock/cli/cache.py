@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from penstock.cli.options import CacheName, Json, cache_folder
+from penstock.cli.cache_flag import cache_folder
+from penstock.cli.options import CacheName, Json
 from penstock.cli.output import note, one_line, print_json, table
 from penstock.units import format_bytes
 

@@ -1,4 +1,4 @@
-"""Errors about the folder of the cache name the flag that names another one."""
+"""The folder that --cache names. Errors about it name the flag."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from penstock.errors import PenstockError, StorageFailed
+from penstock.errors import BadRequest, PenstockError, StorageFailed
 
 # What is said of a folder that cannot be written to, or has no room.
 _WORDS = ("too full", "became full", *(os.strerror(number) for number in (
@@ -34,11 +35,22 @@ def naming_cache_flag(cache: str | None) -> Iterator[None]:
 
 
 def _is_about(message: str, cache: str | None) -> bool:
-    from penstock.cli.options import cache_folder
-
     try:
         folder = cache_folder(cache)
     except PenstockError:
         return False
     named = any(str(path) in message for path in {folder, folder.absolute()} if path.name)
     return named and "--cache" not in message and any(word in message for word in _WORDS)
+
+
+def cache_folder(name: str | None) -> Path:
+    """The folder of --cache; without that flag $XDG_CACHE_HOME/penstock if that is an absolute path, else the default.
+    Raises BadRequest for an empty name."""
+    from penstock.serve.planning import default_cache
+
+    if name == "":
+        raise BadRequest("--cache names no folder")
+    if name is not None:
+        return Path(os.path.expanduser(name))
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base) / "penstock" if os.path.isabs(base) else default_cache()

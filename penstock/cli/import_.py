@@ -56,13 +56,15 @@ def import_(
 def _format(model: Found) -> tuple[str, str]:
     """The format of a model's weights, and why the model does not run; "" if it runs."""
     from penstock.serve.planning import describe
+    from penstock.store.naming import naming
     from penstock.store.own import own_format
 
     if model.path is None:
         return "", model.why
     try:
-        describe(model.path)
-        return own_format(model.path).name, ""
+        with naming(model.name, model.path):
+            describe(model.path)
+            return own_format(model.path).name, ""
     except PenstockError as error:
         return "", error.message
 

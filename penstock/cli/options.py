@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from penstock.cli.cache_flag import cache_folder
 from penstock.cli.flags import flag
 from penstock.cli.output import note
 from penstock.errors import BadRequest, BrokenModel
@@ -303,19 +304,6 @@ def where() -> Where:
 
     named = os.environ.get("OLLAMA_MODELS", "")
     return Where(ollama=(Path(named), *ollama_folders(Where()))) if os.path.isabs(named) else Where()
-
-
-def cache_folder(name: str | None) -> Path:
-    """The folder of --cache; without that flag $XDG_CACHE_HOME/penstock if that is an absolute path, else the default.
-    Raises BadRequest for an empty name."""
-    from penstock.serve.planning import default_cache
-
-    if name == "":
-        raise BadRequest("--cache names no folder")
-    if name is not None:
-        return as_path(name)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base) / "penstock" if os.path.isabs(base) else default_cache()
 
 
 def file_to_write(name: str, flag: str) -> Path:

@@ -49,7 +49,7 @@ def pack(
         _require_checking(check, {"weights": weights, "spread": spread, "profile": profile})
     quiet_blas()
     from penstock.serve.before_packing import check_text_files
-    from penstock.serve.named import locate
+    from penstock.serve.named import Located, locate
     from penstock.serve.planning import describe
     from penstock.spec.format import parse_format
     from penstock.store.pack import pack as pack_checkpoint
@@ -58,13 +58,14 @@ def pack(
     from penstock.store.reorder import reorder
     from penstock.store.verify import verify
 
-    fmt, source = parse_format(weights) if weights else None, as_path(src)
+    fmt, located = parse_format(weights) if weights else None, Located(as_path(src))
     if dst is not None:
         with progress() as tell:
-            source = locate(src, where(), tell, describe).path
+            located = locate(src, where(), tell, lambda path: describe(path, fmt))
+    source = located.path
     folder, beside = as_path(dst or src), as_path(spread) if spread else None
     by = read_profile(as_path(profile), read_config(source)[1]) if profile else None
-    with progress() as tell:
+    with progress() as tell, located.naming():
 
         def packing(done: int, total: int, key: str) -> None:
             tell(f"packing {key}", done, total)

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from penstock.errors import BadRequest, BrokenModel, PenstockError, UnsupportedModel
+from penstock.errors import BadRequest, BrokenModel, UnsupportedModel
 from penstock.hubs.listing import Choice, Listing, RemoteFile, Several, choose
 from penstock.hubs.names import HubName
 from penstock.hubs.web import Hub
@@ -26,6 +26,7 @@ from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_h
 from penstock.store.gguf.model import MAX_TABLE_BYTES
 from penstock.store.header import MAX_HEADER_BYTES as MAX_SAFETENSORS_HEADER_BYTES
 from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
+from penstock.store.naming import naming
 from penstock.store.temporary import temporary_folder
 from penstock.units import format_bytes
 
@@ -62,7 +63,7 @@ def peek(name: HubName, where: Where, tell: Tell | None = None, available_bytes:
         choice = choose(listing, name, stub.whole, available_bytes)
         if tell is not None and choice.said:
             tell(choice.said, 0, 0)
-        with _called(listing.repo, stub.folder):
+        with naming(listing.repo, stub.folder):
             stub.fill(choice)
             yield Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
 
@@ -72,7 +73,7 @@ def stand_in(hub: Hub, listing: Listing, choice: Choice) -> Iterator[Path]:
     """As `peek`, of files that are chosen already."""
     with temporary_folder() as folder:
         stub = _Stub(hub, listing, folder)
-        with _called(listing.repo, stub.folder):
+        with naming(listing.repo, stub.folder):
             stub.fill(choice)
             yield stub.folder / choice.main
 
@@ -91,7 +92,7 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
         stub = _Stub(Hub(where, tell), several.listing, folder)
         for nth, each in enumerate(wholes):
             try:
-                with _called(several.listing.repo, stub.folder):
+                with naming(several.listing.repo, stub.folder):
                     whole, first = each, stub.gguf(each)
                 break
             except (BrokenModel, UnsupportedModel):
@@ -99,7 +100,7 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
                     raise
 
         def peeked(choice: Choice) -> Peeked:
-            with _called(several.listing.repo, stub.folder):
+            with naming(several.listing.repo, stub.folder):
                 if choice is not whole and len(choice.files) == 1:
                     stub.sibling(choice, whole, first)
                 elif choice is not whole:
@@ -109,17 +110,6 @@ def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Itera
             return Peeked(stub.folder / choice.main, choice.nbytes, stub.read_bytes)
 
         yield peeked
-
-
-@contextmanager
-def _called(repo: str, folder: Path) -> Iterator[None]:
-    """Errors of the block call files by the Hub's names."""
-    try:
-        yield
-    except PenstockError as error:
-        error.message = error.message.replace(str(folder), repo)
-        error.args = (error.message,)
-        raise
 
 
 class _Read(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from penstock.hubs.names import HubName, hub_name
 from penstock.hubs.where import Tell, Where
 from penstock.runtime.host import available_bytes
 from penstock.serve import shapes
+from penstock.store.naming import naming
 from penstock.units import MIB
 
 if TYPE_CHECKING:
@@ -30,11 +31,17 @@ _CLIENT_BYTES = 14 * MIB
 @dataclass(frozen=True)
 class Located:
     """The files that MODEL means. `path`: a folder, a GGUF file, or whatever path the user named. `name`: what its
-    packed copy is called; None: as the path. `beside_bytes`: memory that this process has taken to download it."""
+    packed copy is called; None: as the path. `beside_bytes`: memory that this process has taken to download it.
+    `called`: what the user named, where that is no path."""
 
     path: Path
     name: str | None = None
     beside_bytes: int = 0
+    called: str = ""
+
+    def naming(self) -> AbstractContextManager[None]:
+        """In this block errors say what the user named, and no path in Ollama's store or in the Hub's cache."""
+        return naming(self.called, self.path) if self.called else nullcontext()
 
 
 def locate(
@@ -59,7 +66,7 @@ def locate(
     if pulled is None:
         pulled, beside_bytes = pull.pull(name, where, tell, available_bytes(), check), _CLIENT_BYTES
     # A snapshot's folder is called by its commit.
-    return Located(pulled.path, None if pulled.choice.main else name.repo.rpartition("/")[2], beside_bytes)
+    return Located(pulled.path, None if pulled.choice.main else name.repo.rpartition("/")[2], beside_bytes, model)
 
 
 @contextmanager
@@ -69,13 +76,15 @@ def to_plan(model: str, where: Where, tell: Tell | None = None) -> Iterator[Path
     located = _kept(model, where, tell)
     name = hub_name(model) if located is None else None
     if located is not None or name is None:
-        yield located.path if located is not None else _path(model)
+        with nullcontext() if located is None else located.naming():
+            yield located.path if located is not None else _path(model)
         return
     from penstock.hubs import headers, pull  # with huggingface_hub
 
     pulled = pull.find(name, where)
     if pulled is not None:
-        yield pulled.path
+        with naming(model, pulled.path):
+            yield pulled.path
         return
     with headers.peek(name, where, tell, available_bytes()) as peeked:
         if tell is not None:
@@ -113,7 +122,7 @@ def _kept(model: str, where: Where, tell: Tell | None) -> Located | None:
             found = program.find(model, where)
             _tell_left_out(found, tell)
             assert found.path is not None
-            return Located(found.path, found.short)
+            return Located(found.path, found.short, called=model)
     return None
 
 

@@ -23,8 +23,8 @@ from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
 from penstock.store.identity import stamps
 from penstock.store.locks import FolderLock
+from penstock.store.naming import naming
 from penstock.store.packed import Packed, is_packed, open_packed, read_config, read_manifest
-from penstock.store.packing import naming
 from penstock.store.unpacked import Unpacked
 from penstock.store.writer import Fill
 
@@ -173,7 +173,27 @@ def resolve(
     fmt = parse_format(weights) if weights else None
     # What cannot run, or not with these weights, is refused before it is downloaded.
     located = locate(model, where or Where(), on_progress, lambda path: describe(path, fmt))
-    path = located.path
+    with located.naming():
+        path = located.path
+        if path.is_dir() and is_packed(path):
+            source = Source(_already_packed(path, fmt), copies.hold(path))
+            copies.note_use(path)
+            return source
+        path = _checkpoint(path, model, fmt)
+        name = located.name or (path.name if path.is_dir() else name_of(path))
+        models = cache.absolute() / copies.MODELS
+        kept = host_memory_bytes, cache_limit_bytes
+        cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress, require)
+        held = cached.hold_or_open() if unpacked else cached.hold()
+        if isinstance(held, Unpacked):
+            return Source(held.model.folder, None, cached, located.beside_bytes, held)
+        folder, lock = held
+        return Source(folder, lock, cached, located.beside_bytes)
+
+
+def _checkpoint(path: Path, model: str, fmt: Format | None) -> Path:
+    """The folder or GGUF file of a checkpoint, absolute. Raises BadRequest where there is none, and as `read_config`
+    where its headers are not read anyway."""
     shape = None if path.exists() else shapes.find(model)
     if shape is not None:
         read_config(shape)  # raises for a shape that can only be planned
@@ -181,26 +201,13 @@ def resolve(
             f"{model} is a bundled shape, without weights: `penstock plan {model}` tells its speed, "
             f"`penstock synth {model} DIR` makes random ones"
         )
-    if path.is_dir() and is_packed(path):
-        source = Source(_already_packed(path, fmt), copies.hold(path))
-        copies.note_use(path)
-        return source
     gguf = is_gguf(path)
     if fmt is not None or not gguf:  # else `Cached` reads the same, where it has to
         read_config(path)
     if not path.is_dir() and not gguf:
         raise BadRequest(f"{model} has no weights beside it: give the model's folder")
     # The name of a GGUF file says which file of several it is. A link to it may lead to another name.
-    path = path.absolute() if gguf else path.resolve()
-    name = located.name or (name_of(path) if gguf else path.name)
-    models = cache.absolute() / copies.MODELS
-    kept = host_memory_bytes, cache_limit_bytes
-    cached = Cached(path, name, fmt, models, chat, *kept, verify, on_progress, require)
-    held = cached.hold_or_open() if unpacked else cached.hold()
-    if isinstance(held, Unpacked):
-        return Source(held.model.folder, None, cached, located.beside_bytes, held)
-    folder, lock = held
-    return Source(folder, lock, cached, located.beside_bytes)
+    return path.absolute() if gguf else path.resolve()
 
 
 def _already_packed(path: Path, fmt: Format | None) -> Path:

@@ -28,6 +28,7 @@ from penstock.store.blocks import encode_blocks, format_of, widened
 from penstock.store.checkpoint import Checkpoint
 from penstock.store.files import storage_errors, write_bytes
 from penstock.store.header import KINDS, TensorInfo, quoted
+from penstock.store.naming import naming
 from penstock.store.quantize import encode, encode_rows, widen
 from penstock.store.temporary import temporary_folder
 from penstock.store.writer import NOTHING, SHARD_BYTES, Fill, Progress, Waiting, Writing, write_packed
@@ -231,23 +232,6 @@ def _encode_blocks(raw: npt.NDArray[Any], dtype: str, block: Block, first_column
         encode_blocks(raw, dtype, block.rows, block.cols, first_column, into)
     else:
         encode(widened(raw, dtype, block.cols, first_column), block.format, block.rows, block.cols, into, block.tiled)
-
-
-@contextmanager
-def naming(checkpoint: Path, made: Path | str) -> Iterator[None]:
-    """Errors name the checkpoint instead of the folder that was made of its small files, in their message, numbers and
-    notes. Raises what it renames."""
-
-    def named(value: Any) -> Any:
-        return str(value).replace(str(made), str(checkpoint)) if isinstance(value, str | Path) else value
-
-    try:
-        yield
-    except PenstockError as error:
-        renamed = type(error)(named(error.message), **{key: named(value) for key, value in error.numbers.items()})
-        for line in getattr(error, "__notes__", ()):
-            renamed.add_note(named(line))
-        raise renamed from None
 
 
 @contextmanager

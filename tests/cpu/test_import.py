@@ -313,7 +313,7 @@ def test_commands(store: Store, tale: Path, tmp_path: Path) -> None:
     head, broken, good = listed.out.splitlines()
     assert head.split() == ["name", "format", "size", "runs"]
     assert good.split() == ["ollama:tale:1b", "q4_0", "3.70", "MiB", "yes"] or good.endswith("yes"), good
-    assert broken.startswith("ollama:broken:latest") and " no: " in broken
+    assert broken.startswith("ollama:broken:latest") and " no: ollama:broken:latest " in broken
     report = apart("import", "--json", env=environment).report["models"]
     assert [each["runs"] for each in report] == [False, True] and report[1]["path"].startswith(str(store.folder))
     flags = ("--cache", machine_cache(tmp_path / "cache"), "--json")
@@ -323,6 +323,11 @@ def test_commands(store: Store, tale: Path, tmp_path: Path) -> None:
     assert next((tmp_path / "cache/models").iterdir()).name.startswith("tale-1b-")
     of_file = apart("run", tale, "Once upon a time", "--max-tokens", 8, *flags, env=environment)
     assert of_file.report["token_ids"] == run.report["token_ids"]
+    for command, *more in (("plan",), ("run", "hi"), ("pack", tmp_path / "packed")):
+        for model in ("tale:1b", "broken:latest"):
+            refused = apart(command, f"ollama:{model}", *more, "--weights", "int4", env=environment)
+            assert refused.code == 2 and f"penstock: ollama:{model}" in refused.err and "blobs" not in refused.err
+            assert "is quantised (q4_0)" in refused.err or model == "broken:latest", refused.err
     assert "keeps no models that penstock knows of" in apart("import", "vllm", env=environment).err
     nothing = apart("import", env={**environment, "OLLAMA_MODELS": "", "HOME": str(tmp_path / "empty")})
     assert nothing.code == 0 and "no models in" in nothing.err and nothing.out == ""
