@@ -17,7 +17,7 @@ from penstock.planner.explain import table
 from penstock.planner.predict import predict
 from penstock.planner.routing import stated
 from penstock.planner.solve import Solved, settle_context, solve
-from penstock.planner.solve.ours import device, experts
+from penstock.planner.solve.ours import device, experts, ram
 from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import what_if
 from penstock.serve.planning import describe
@@ -25,6 +25,7 @@ from penstock.spec import machine as machines
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec, Rate
+from penstock.spec.parts import PINNED
 from penstock.spec.plan import Plan
 from penstock.units import GIB, MIB
 from tests.pure.machine import MACHINE, WITH_DEVICE
@@ -169,10 +170,38 @@ def test_any_candidate_is_a_plan_that_runs(data: st.DataObject) -> None:
         assert used["gpu0"] <= (ask.device_memory_bytes or 0)
         assert used["host"] <= (ask.host_memory_bytes or 16 * GIB)
         stays = sum(plan.unit_bytes(u) for u in plan.units if not u.home.startswith("disk"))
+        held = {p.layer: p.least_bytes for p in plan.parts.values() if p.kind == "experts"}
+        stays += sum(cache.slots * held[cache.layer] for cache in plan.caches if cache.executor == "host")
         pinned = sum(p.nbytes for p in plan.parts.values() if p.kind in ("norms", "edges", "router"))
         assert ask.resident_bytes is None or stays <= ask.resident_bytes + pinned
         assert not cannot_run
         assert reasons and predict(plan, settled, machine).decode_tokens_per_s > 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_slots_count_as_weights_that_stay(name: str) -> None:
+    """A limit of weights that stay, in steps of one expert: streaming without slots where there is not one a layer, and
+    then caches that keep the limit. With more, never fewer slots."""
+    spec = spec_from_config(TINY[name], name)
+    whole = Problem(settle_context(Ask(context=96), spec), spec, INT4, MACHINE)
+    routed = whole.of_kind("experts")
+    pinned = sum(part.nbytes for part in whole.parts.values() if part.kind in PINNED)
+    least = sum(part.least_bytes for part in routed)
+    slots = [0] * len(routed)
+    for stays in range(0, whole.total_bytes, routed[0].least_bytes):
+        problem = whole.asking(resident_bytes=stays)
+        plans = [c.plan for c in ram.candidates(problem) if c.plan.caches]
+        assert bool(plans) == (stays >= pinned + least)
+        for plan in plans:
+            check_plan(plan, spec, INT4)
+            there = [cache.slots for cache in plan.caches]
+            held = sum(count * part.least_bytes for count, part in zip(there, routed, strict=True))
+            stay = sum(plan.unit_bytes(u) for u in plan.units if not u.home.startswith("disk"))
+            assert stay + held <= stays
+        there = [cache.slots for cache in plans[0].caches] if plans else slots
+        assert all(now >= before for now, before in zip(there, slots, strict=True))
+        slots = there
+    assert min(slots) >= min(part.experts for part in routed) - 1
 
 
 def test_guesses_are_made_where_they_gain_time() -> None:

@@ -175,16 +175,20 @@ class Problem:
         return self.ask.value_share < 1 and any(home.home != home.attend for home in plan.kv)
 
     def spare_bytes(self, plan: Plan, memory: Executor, staying_bytes: int = 0) -> int | None:
-        """Bytes that a plan leaves in a memory for more weights that stay, within the user's limit of these. The
-        unfilled rest of the weights' arena, which is rounded up to whole huge pages, counts too. None if the plan is
-        over the memory's limit already. `staying_bytes`: of weights that stay in this plan, of those that need not."""
+        """The plan's `room_bytes` in a memory, within the user's limit of weights that stay. `staying_bytes`: of
+        weights that stay in this plan, of those that need not."""
+        room = self.room_bytes(plan, memory)
+        return room if room is None or self.may_stay is None else min(room, max(0, self.may_stay - staying_bytes))
+
+    def room_bytes(self, plan: Plan, memory: Executor) -> int | None:
+        """Bytes that a plan leaves in a memory for more weights. The unfilled rest of the weights' arena, which is
+        rounded up to whole huge pages, counts too. None if the plan is over the memory's limit already."""
         spare = self.limit_bytes(memory) - plan.tier_bytes().get(memory, 0)
         if spare < 0:
             return None
         arena = next((a for a in plan.arenas if a.name == f"{memory}.weights"), None)
         rounding = arena.bytes - Layout(plan).filled_bytes(arena.name) if arena else 0
-        room = rounding + spare // ARENA_ALIGN * ARENA_ALIGN
-        return room if self.may_stay is None else min(room, max(0, self.may_stay - staying_bytes))
+        return rounding + spare // ARENA_ALIGN * ARENA_ALIGN
 
     def most_on_device(self, count: int, plan_of: Callable[[int], Plan]) -> int:
         """The largest number n up to `count` for which the device's memory has room for `plan_of(n)`; 0 if there is

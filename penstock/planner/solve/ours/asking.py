@@ -15,6 +15,7 @@ its place, which a granule that stays has not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.graph.arenas import with_arenas
@@ -24,7 +25,7 @@ from penstock.planner.shares import Resident
 from penstock.planner.solve.ours.filling import fill_memory
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton
-from penstock.spec.parts import PINNED
+from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, HOST, is_disk
 from penstock.spec.plan import Plan, Unit
 
@@ -42,7 +43,7 @@ def may_ask(problem: Problem) -> bool:
     """Whether such plans make sense: a profile tells which neurons fire, or predictors tell which are active, and the
     rows are so few that they want few neurons."""
     trace = problem.trace
-    if trace is None or not any(trace.fires) or problem.may_stay is not None or problem.ask.batch > MOST_ROWS:
+    if trace is None or not any(trace.fires) or problem.ask.batch > MOST_ROWS:
         return False
     return all(may_be_asked(part, problem.sparsity) for part in problem.of_kind("ffn"))
 
@@ -66,8 +67,12 @@ def asking(skeleton: Skeleton, hot: float, recent: float = 0.0) -> Plan | None:
     def plan_of(hottest: Resident, rest: Resident, recent: float) -> Plan:
         return _asked(skeleton.plan({}, hottest | rest), problem, recent)
 
-    spare = problem.spare_bytes(plan_of(hottest, {}, recent), HOST)
+    spare = problem.room_bytes(plan_of(hottest, {}, recent), HOST)
     if spare is None or skeleton.order != "overlapped":
+        return None
+    if problem.may_stay is not None:
+        spare = min(spare, problem.may_stay - _staying_bytes(ffns, hottest, recent))
+    if spare < 0:
         return None
     rest = fill_memory(problem, {}, spare, without=("ffn",))
     plan, left = plan_of(hottest, rest, recent), spare - problem.bytes_of(rest)
@@ -85,6 +90,16 @@ def asking(skeleton: Skeleton, hot: float, recent: float = 0.0) -> Plan | None:
         hotter = {part.key: min(part.granules, hottest[part.key] + left // each) for part in ffns}
         fuller = plan_of(hotter, rest, recent)
     return fuller if problem.fits(fuller, HOST) else plan
+
+
+def _staying_bytes(ffns: Sequence[Part], hottest: Resident, recent: float) -> int:
+    """Bytes of FFNs that stay: of granules, of what a neuron that is asked for keeps in memory, and of slots."""
+    stays = 0
+    for part in ffns:
+        hot, records = hottest[part.key], Records.of(part)
+        stays += hot * part.granule_bytes + (part.granules - hot) * records.kept_bytes
+        stays += int(recent * (part.rows - part.rows_of(0, hot))) * records.stride
+    return stays
 
 
 def _asked(plan: Plan, problem: Problem, recent: float) -> Plan:

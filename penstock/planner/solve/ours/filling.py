@@ -67,14 +67,15 @@ def partly_in_ram(skeleton: Skeleton, on_device: Resident, last: Sequence[str] =
 
 def caching(skeleton: Skeleton, on_device: Resident, above: tuple[Cache, ...] = (), guesses: int = 0) -> Plan | None:
     """The plan with slots for experts in what RAM has left once all else stays, which every token reads; at least one
-    a layer. None if the rest alone is too much, if no experts are left, or if the user limits the weights that stay.
+    a layer. What slots hold stays, and counts towards the user's limit of that. None if the rest alone is too much, if
+    no experts are left, or if the limit is less than a slot a layer.
 
     above           caches on the device, over those in RAM
     guesses         of each cache whose layer comes after another one with a cache
     """
     problem = skeleton.problem
     experts = [part for part in problem.of_kind("experts") if part.key not in on_device]
-    if problem.may_stay is not None or not experts:
+    if not experts:
         return None
     cached = {part.layer for part in experts}
 
@@ -85,11 +86,16 @@ def caching(skeleton: Skeleton, on_device: Resident, above: tuple[Cache, ...] = 
         )
         return tuple(sorted((*mine, *above), key=lambda cache: cache.layer))
 
-    budget = problem.spare_bytes(skeleton.plan(on_device, {}, caches([1] * len(experts))), HOST)
-    if budget is None:
+    room = problem.room_bytes(skeleton.plan(on_device, {}, caches([1] * len(experts))), HOST)
+    if room is None:
         return None
-    memory = fill_memory(problem, on_device, budget, without=("experts",), looked_up=False)
-    left = budget - problem.bytes_of(memory) - ARENA_ALIGN
+    may_stay = room
+    if problem.may_stay is not None:
+        may_stay = problem.may_stay - problem.bytes_of(on_device) - sum(part.least_bytes for part in experts)
+    if may_stay < 0:
+        return None
+    memory = fill_memory(problem, on_device, min(room, may_stay), without=("experts",), looked_up=False)
+    left = min(room - ARENA_ALIGN, may_stay) - problem.bytes_of(memory)
     plan = skeleton.plan(on_device, memory, caches(share_slots(experts, left)))
     return plan if problem.fits(plan, HOST) and (not above or problem.fits(plan)) else None
 
