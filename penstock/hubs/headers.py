@@ -25,6 +25,7 @@ from penstock.store.files import Output, parse_json, storage_errors
 from penstock.store.gguf.header import MAX_HEADER_BYTES, GgufHeader, read_gguf_header, walk_gguf_header
 from penstock.store.gguf.model import MAX_TABLE_BYTES
 from penstock.store.header import MAX_HEADER_BYTES as MAX_SAFETENSORS_HEADER_BYTES
+from penstock.store.index import INDEX
 from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
 from penstock.store.naming import naming
 from penstock.store.temporary import temporary_folder
@@ -196,7 +197,9 @@ class _Stub:
             pieces: dict[int, bytes] = {}
             if file.name == CONFIG:
                 pieces = {0: content}
-            elif file.name.endswith(".json") and file.name != _TOKENIZER and file.nbytes <= MAX_CONFIG_BYTES:
+            elif file.name == INDEX or (
+                file.name.endswith(".json") and file.name != _TOKENIZER and file.nbytes <= MAX_CONFIG_BYTES
+            ):
                 pieces = {0: self.whole(file)} if with_headers else {}
             elif file.name.endswith(".safetensors") and with_headers:
                 pieces = {0: self._safetensors_header(file)}
