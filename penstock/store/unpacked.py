@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from penstock.spec.format import Format
+from penstock.spec.format import FLOAT32, Format
 from penstock.store.direct import STAGE_BYTES
+from penstock.store.header import KINDS
 from penstock.store.identity import Stamp
 from penstock.store.pack import opened, threads
 from penstock.store.packed import Packed, read_config
@@ -72,7 +73,9 @@ class Unpacked:
                 in_pieces = tensor.name in self.job.checkpoint.pieces
                 if source.axis == 1 or in_pieces:
                     kept.append(of_one if not in_pieces else _PIECES_TIMES * prod(tensor.shape))
-                read = max(read, min(of_one, PIECE_BYTES), _FLOATS * block.rows * block.cols if block.tiled else 0)
+                widened = block.format == FLOAT32 and tensor.dtype not in KINDS
+                cols = block.cols + (2 * _WHOLE if source.axis == 1 and widened else 0)
+                read = max(read, min(of_one, PIECE_BYTES), _FLOATS * block.rows * cols if block.tiled else 0)
         kept.sort(reverse=True)
         made = threads() * read + sum(kept[:_KEPT])
         return max(made, written) + sum(map(len, self.job.extras.values()))
@@ -99,5 +102,6 @@ class Unpacked:
 
 
 _FLOATS = 3 * 4  # bytes for each number of a granule while it is quantised: float32, scaled, rounded
+_WHOLE = 256  # columns of the widest block of a file, which is widened whole (`store.blocks.widened`)
 _KEPT = 4  # matrices: two are kept while a third is read, and a fourth may be in use still
 _PIECES_TIMES = 6  # bytes for each number of a matrix whose codes are taken apart and joined anew
