@@ -13,13 +13,17 @@ from tests.cpu.commands import ROOT, Call, here
 GREEDY = ("--ignore-eos", "--max-tokens", "12", "--context", "64")
 
 
-@pytest.mark.parametrize("memory", [(), ("--device-memory", "14MiB"), ("--device-memory", "1GiB")], ids=str)
+SMALL = ("--device-memory", "14MiB")
+
+
+@pytest.mark.parametrize("memory", [(), SMALL, ("--device-memory", "1GiB"), (*SMALL, "--kv-home", "disk")], ids=str)
 def test_the_same_tokens_as_without(call: Call, model: Path, memory: tuple[str, ...]) -> None:
     alone = call("run", model, "once", "--device", "none", *GREEDY).report
     beside = call("run", model, "once", "--device", "emulated", *memory, *GREEDY).report
     assert beside["token_ids"] == alone["token_ids"]
     assert alone["peak_device_bytes"] == 0 < beside["peak_device_bytes"] <= 1 << 30
     assert beside["bytes_moved"]["d2h0"] > 0 and "d2h0" not in alone["bytes_moved"]
+    assert ("disk_write0" in beside["bytes_moved"]) == ("disk" in memory)  # KV
 
 
 def test_too_little_is_refused_with_the_minimum(call: Call, model: Path) -> None:

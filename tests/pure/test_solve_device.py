@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import penstock
 from penstock.errors import DoesNotFit
 from penstock.graph.check_plan import check_plan
+from penstock.models import spec_from_config
 from penstock.planner.candidate import Candidate
 from penstock.planner.predict import predict
-from penstock.planner.solve import settle_context, solve
+from penstock.planner.solve import candidates, settle_context, solve
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.serve.planning import describe
@@ -26,6 +27,7 @@ from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import ModelSpec
 from penstock.units import GIB, MIB, format_bytes
 from tests.pure.machine import LLAMA_1B, MACHINE, WITH_DEVICE, model
+from tests.pure.real_models import TINY
 
 INT4, BF16 = parse_format("int4"), Format("bfloat16")
 MACHINES = Path(penstock.__file__).parent / "machines"
@@ -144,6 +146,30 @@ def test_lifts_are_as_large_as_they_cost(link_gb_per_s: int, launch_us: int, mos
             reason for reason in found.reasons if f"in units of at most {format_bytes(int(most_mib * MIB))}" in reason
         ]
         assert bool(lifted) == bool(said) and all(why in reason for reason in said)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("home", ["memory", "disk"])
+def test_kv_has_the_home_that_is_asked_for(kind: str, home: str) -> None:
+    """Beside a device too, of every candidate, whether or not the device has room for all."""
+    dense = kind == "dense"
+    spec = LLAMA_1B if dense else spec_from_config(TINY["qwen3_moe"], "qwen3_moe")
+    for device_bytes in (400 * MIB, GIB, 8 * GIB) if dense else (330 * MIB, 600 * MIB):
+        ask = Ask(context=96, kv_home=home, device_memory_bytes=device_bytes, use_device=True)
+        found = list(candidates(Problem(settle_context(ask, spec), spec, INT4, WITH_DEVICE), every=True))
+        assert found
+        for each in found:
+            assert {kv.home.startswith("disk") for kv in each.plan.kv} == {home == "disk"}, each.strategy
+            check_plan(each.plan, spec, INT4)
+
+
+def test_the_least_device_memory_with_kv_on_the_disk_is_enough() -> None:
+    ask = Ask(context=512, kv_home="disk", use_device=True, device_memory_bytes=MIB)
+    with pytest.raises(DoesNotFit) as refused:
+        solve(ask, LLAMA_1B, INT4, WITH_DEVICE)
+    least = refused.value.numbers["minimum_bytes"]
+    plan = solve(replace(ask, device_memory_bytes=least), LLAMA_1B, INT4, WITH_DEVICE).plan
+    assert plan.tier_bytes()["gpu0"] <= least and {kv.home for kv in plan.kv} == {"disk0"}
 
 
 def test_who_computes_follows_the_machine() -> None:

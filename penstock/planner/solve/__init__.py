@@ -76,7 +76,7 @@ def candidates(problem: Problem, every: bool = False, may_plan: bool = False) ->
     """
     any_found = False
     for candidate in chain(_beside_device(problem, every, may_plan), _in_blocks(problem)):
-        if problem.moves_chosen_values(candidate.plan):
+        if problem.moves_chosen_values(candidate.plan) or problem.keeps_kv_elsewhere(candidate.plan):
             continue
         yield candidate
         if candidate.strategy == WHOLE and not every and not problem.spec.is_routed:

@@ -21,7 +21,7 @@ from penstock.spec.machine import MachineSpec
 from penstock.spec.model import ModelSpec
 from penstock.spec.part_keys import gathered_key, head_key, parts_by_key
 from penstock.spec.parts import PINNED, Part
-from penstock.spec.places import GPU, HOST, Executor, Tier
+from penstock.spec.places import GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import Plan, Predictor
 from penstock.units import format_bytes
 
@@ -203,6 +203,11 @@ class Problem:
     def asking(self, **changes: Any) -> Problem:
         """This problem with some fields of its ask changed."""
         return replace(self, ask=replace(self.ask, **changes))
+
+    def keeps_kv_elsewhere(self, plan: Plan) -> bool:
+        """Whether some KV has another home than the user named. Such a plan is not taken."""
+        asked = self.ask.kv_home
+        return asked is not None and any(is_disk(home.home) != (asked == "disk") for home in plan.kv)
 
 
 def too_little(what: str, where: str, tier: Tier, need: int, have: int, hint: str) -> DoesNotFit:

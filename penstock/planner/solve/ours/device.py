@@ -76,6 +76,8 @@ def candidate(plan: Plan, cpu: str, skeleton: Skeleton) -> Candidate:
 def minimum_bytes(problem: Problem) -> int:
     """The bytes of device memory that the smallest plan takes. In this plan all weights cross the link."""
     whole = smallest(problem)
+    if problem.ask.kv_home == "disk":
+        return min(mode.plan({}, {}).tier_bytes()[GPU.executor] for mode in modes(whole))
     crossing = [] if problem.ask.value_share < 1 else [replace(whole, kv_home=HOST)]
     splits = [whole, *crossing, replace(whole, attention_layers=0)]
     return min(split.plan({}, {}).tier_bytes()[GPU.executor] for split in splits)
@@ -115,8 +117,10 @@ def _splits(skeleton: Skeleton) -> list[tuple[str, Skeleton]]:
 
 def modes(skeleton: Skeleton) -> list[Skeleton]:
     """The skeleton in all ways that fit: with other numbers of layers whose attention the device computes, other homes
-    of their KV, and scores on the device or on the CPU."""
+    of their KV, and scores on the device or on the CPU. If the user wants KV on the disk, all of it is there."""
     problem, layers = skeleton.problem, skeleton.problem.layers
+    if problem.ask.kv_home == "disk":
+        return [replace(skeleton, attention_layers=layers, kv_home=DISK.tier, delegates=on) for on in (False, True)]
 
     @cache
     def plan_of(attention_layers: int) -> Plan:
@@ -128,7 +132,7 @@ def modes(skeleton: Skeleton) -> list[Skeleton]:
     stay = problem.most_on_device(layers, plan_of)
     if stay < layers:  # so many layers fit with their KV, and the CPU computes attention of the others
         fitting += [(stay, GPU.executor, False), (layers, HOST, False)]
-        if not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
+        if not problem.ask.kv_home and not problem.fits(replace(skeleton, kv_home=HOST).plan({}, {}), HOST):
             fitting += [(layers, DISK.tier, False), (layers, DISK.tier, True)]
     fitting.append((layers, HOST, True))  # also where KV would fit: weights are a better use of device memory then
     if problem.ask.value_share < 1:  # whole pages would cross, of which few values are wanted
