@@ -21,7 +21,7 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.spec.plan import Plan
 
 
-def checked_ids(token_ids: Sequence[int], plan: Plan) -> NDArray[np.int32]:
+def checked_ids(token_ids: Sequence[int] | NDArray[np.int32], plan: Plan) -> NDArray[np.int32]:
     """Ids as int32 [T]. Raises BadRequest for no ids, ids beyond the vocabulary, and more ids than the plan's
     context."""
     if not len(token_ids):

@@ -19,7 +19,7 @@ from penstock.serve.outputs import Conversations, Messages, Prompts, RequestOutp
 from penstock.serve.pooling import Pool, Pooling, chosen_pooling, require_dimensions, stacked
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.session import CLOSED
-from penstock.serve.told import Cancelled, Ended, Failed, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Told, require_answer
 
 
 class AsyncLLM:
@@ -123,7 +123,7 @@ class AsyncLLM:
             async for what in told:
                 if isinstance(what, Generation):
                     return what
-        raise BadRequest("the request was cancelled")
+        raise AssertionError("what is told ends with a whole answer or an error")
 
     async def _pieces(self, ids: Sequence[int], params: SamplingParams | None) -> AsyncGenerator[str, None]:
         async with aclosing(self._told(ids, one_answer(checked_params(params)), True)) as told:
@@ -146,13 +146,13 @@ class AsyncLLM:
         try:
             while True:
                 what = await told.get()
-                if isinstance(what, Failed):
-                    raise what.error
                 if isinstance(what, Cancelled):
                     raise BadRequest(CLOSED)
+                require_answer(what)
                 if isinstance(what, Ended):
                     yield what.answer
                     return
-                yield what.text
+                if isinstance(what, AnswerPiece):
+                    yield what.text
         finally:
             service.cancel(number)

@@ -18,7 +18,7 @@ from penstock.spec.format import Format
 from penstock.spec.model import ModelSpec
 from penstock.store import cache, copies
 from penstock.store.copies import Origin, Record
-from penstock.store.identity import Stamp, find_same, stamps, unchanged
+from penstock.store.identity import Stamp, find_same, require_stamps, stamps, unchanged
 from penstock.store.locks import FolderLock, lock_folder
 from penstock.store.own import own_format
 from penstock.store.pack import pack
@@ -135,8 +135,7 @@ class Cached:
         comparing = self._progress("comparing {} with its packed copy")
         same = find_same(self.checkpoint, self._format, whole, comparing)
         if same is not None:
-            if stamps(self.checkpoint) != now:
-                raise BrokenModel(f"{self.checkpoint} changed while it was read: run the command again")
+            require_stamps(self.checkpoint, now)
             copies.update(same, lambda record: copies.add_origin(record, origin))
         for folder in whole:
             if folder != same and origin.path in (known.path for known in wanted[folder].origins):

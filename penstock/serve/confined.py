@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 from penstock.errors import BadRequest, BrokenModel, InternalError, PenstockError, StorageFailed
 from penstock.runtime import host
 from penstock.runtime.child import command
+from penstock.serve.confined_child import CHUNK_BYTES
 from penstock.units import format_bytes
 
 # A child has stopped if twice in a row it gives no byte for so long, takes no processor time in between, and does not
@@ -48,7 +49,6 @@ _PATIENCE_S, _LATE_S = 15.0, 1.0
 TOKENIZER_CHILD = "penstock.serve.confined_child"
 _END_S = 10.0  # until a child that closed the socket has ended
 _LEAST_S = 1e-3  # of processor time: a timer of 0 would never ring
-_CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 T = TypeVar("T")
 Naming = Callable[[], AbstractContextManager[None]]  # makes a context in which errors get other names for files
 _ERRORS = {error.__name__: error for error in (BadRequest, BrokenModel, StorageFailed)}
@@ -231,7 +231,7 @@ class Child:
         """The child's next line. Raises _Broke."""
         while (end := self._received.find(b"\n", self._searched)) < 0:
             self._searched = len(self._received)
-            chunk = self._patiently(self._link.recv, _CHUNK_BYTES)
+            chunk = self._patiently(self._link.recv, CHUNK_BYTES)
             if not chunk:
                 raise self._broke()
             self._received += chunk

@@ -30,7 +30,7 @@ from penstock.errors import PenstockError
 _LINK = 0  # standard input: a socket, for both directions
 _LOOK_UP_MS = 5_000  # a child that waits asks so often whether its parent is still there
 _STACK_BYTES = 8 << 20  # the usual limit; without one, endless recursion would take all memory
-_CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
+CHUNK_BYTES = 1 << 16  # a read of 1 MiB costs 30 µs for its buffer, where most answers have 50 bytes
 
 
 def answer_requests(open_: Callable[[list[Any], Callable[[Path], None]], Any], actions: Collection[str]) -> None:
@@ -108,7 +108,7 @@ def _receive() -> bytes:
     received = bytearray()
     while not received.endswith(b"\n"):
         _wait(select.POLLIN)
-        chunk = os.read(_LINK, _CHUNK_BYTES)
+        chunk = os.read(_LINK, CHUNK_BYTES)
         if not chunk:
             return b""
         received += chunk

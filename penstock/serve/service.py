@@ -15,8 +15,8 @@ from functools import partial
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.errors import BadRequest
 from penstock.graph.passes import MIXED
 from penstock.planner.measured_pace import MeasuredPace
 from penstock.planner.pass_times import PassTimes
@@ -35,7 +35,7 @@ from penstock.serve.reply import Reply
 from penstock.serve.sampling import SamplingParams
 from penstock.serve.scheduler import Ending, Scheduler, all_rows
 from penstock.serve.steps import Rows, Step
-from penstock.serve.told import Cancelled, Ended, Failed, Tell, Told
+from penstock.serve.told import AnswerPiece, Cancelled, Ended, Failed, Tell, Told, require_answer
 
 MOST_REQUESTS = 1000  # beside which a newcomer's time is foretold
 _SAVING_S = 10.0  # in which pages are still kept when the service ends
@@ -116,13 +116,13 @@ class Service:
         return cls(engine, prompt_rows=rows, queue=1 << 60, mixed="prefill", threaded=threaded, on_pass=on_pass)
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams | Pooling, tell: Tell, priority: int = 0,
-        owner: str = "", streams: bool = True,
+        self, prompt_ids: Sequence[int] | NDArray[np.int32], params: SamplingParams | Pooling, tell: Tell,
+        priority: int = 0, owner: str = "", streams: bool = True,
     ) -> int:  # fmt: skip
-        """Takes a request and returns its number. `tell` is called by the service's own thread, and must not wait.
-        `params`: with `Pooling` it is for an embedding, and nothing is told before its end. `owner`: what a prompt
-        leaves in memory is shared with prompts of the same owner. `streams`: whether text is wanted as soon as it is
-        certain, and not only at the end.
+        """Takes a request with a prompt, int32 [T] or a list, and returns its number. `tell` is called by the service's
+        own thread, and must not wait. `params`: with `Pooling` it is for an embedding, and nothing is told before its
+        end. `owner`: what a prompt leaves in memory is shared with prompts of the same owner. `streams`: whether text
+        is wanted as soon as it is certain, and not only at the end.
 
         Raises BadRequest for prompts that are no ids of this model or do not fit the context; QueueFull; Ending after
         `refuse`."""
@@ -218,12 +218,9 @@ class Service:
                 self._work()
             while len(answers) < len(numbers):
                 i, what = told.get()
+                require_answer(what)
                 if isinstance(what, Ended):
                     answers[i] = what.answer
-                elif isinstance(what, Failed):
-                    raise what.error
-                elif isinstance(what, Cancelled):
-                    raise BadRequest(self._refuses or "the request was cancelled")
         finally:  # Ctrl-C too
             for number in numbers:
                 self.cancel(number)
@@ -237,11 +234,8 @@ class Service:
         number = self.submit(prompt, params, told.put)
         try:
             while not isinstance(what := told.get(), Ended):
-                if isinstance(what, Failed):
-                    raise what.error
-                if isinstance(what, Cancelled):
-                    raise BadRequest(self._refuses or "the request was cancelled")
-                if what.text:
+                require_answer(what)
+                if isinstance(what, AnswerPiece) and what.text:
                     yield what.text
         finally:  # Ctrl-C too
             self.cancel(number)
@@ -292,7 +286,7 @@ class Service:
             with self._changed:
                 left = [number for number, request in self._open.items() if request.cancelled]
                 self._scheduler.end(left)
-                told = [(self._open.pop(number).tell, Cancelled()) for number in left]
+                told = [(self._open.pop(number).tell, Cancelled(self._refuses)) for number in left]
                 self._tally.cancelled += len(left)
                 step = self._scheduler.next(time.perf_counter())
                 self._changed.notify_all()

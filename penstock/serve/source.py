@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import BadRequest, BrokenModel, DamagedModel
+from penstock.errors import BadRequest, DamagedModel
 from penstock.hubs.where import Where
 from penstock.runtime.host import Progress
 from penstock.serve import shapes
@@ -21,7 +21,7 @@ from penstock.spec.model import ModelSpec
 from penstock.store import copies
 from penstock.store.gguf.files import name_of
 from penstock.store.gguf.header import is_gguf
-from penstock.store.identity import stamps
+from penstock.store.identity import require_stamps
 from penstock.store.locks import FolderLock
 from penstock.store.naming import naming
 from penstock.store.packed import Packed, is_packed, open_packed, read_config, read_manifest
@@ -66,8 +66,7 @@ class Source:
         """Raises BrokenModel where the checkpoint that was loaded without a copy is not what it was when it was
         opened: its weights may be of two states."""
         assert self.cached is not None and self.unpacked is not None
-        if stamps(self.cached.checkpoint) != self.unpacked.stamps:
-            raise BrokenModel(f"{self.cached.checkpoint} changed while it was read: run the command again")
+        require_stamps(self.cached.checkpoint, self.unpacked.stamps)
 
     def written(self, fill: Fill, tell: Progress | None) -> Source:
         """Writes the copy of the checkpoint that was loaded without one, and holds it. `fill`: gives its granules.

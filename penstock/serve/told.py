@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.errors import PenstockError
+from penstock.errors import BadRequest, PenstockError
 from penstock.serve.generation import Generation
 from penstock.serve.log_probabilities import Likely
 from penstock.serve.scores import Scores
@@ -33,8 +33,18 @@ class Failed(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """The request has left, as it was asked to. Nothing is told after this."""
+    """The request has left, as it was asked to. Nothing is told after this. `why`: more than that, if it is known."""
+
+    why: str | None = None
 
 
 Told = AnswerPiece | Ended | Failed | Cancelled
 Tell = Callable[[Told], None]
+
+
+def require_answer(told: Told) -> None:
+    """Raises the error of an answer that has failed, and BadRequest for one that was cancelled."""
+    if isinstance(told, Failed):
+        raise told.error
+    if isinstance(told, Cancelled):
+        raise BadRequest(told.why or "the request was cancelled")

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock import _native
+from penstock.errors import BrokenModel
 from penstock.spec.format import Format
 from penstock.spec.parts import Part
 from penstock.store.checkpoint import weight_files
@@ -54,6 +55,12 @@ def stamps(folder: Path) -> dict[str, Stamp]:
         return {file.name: _stamp(file) for file in files_of(folder)}
     others = (folder / name for name in (CONFIG, *COPIED))
     return {file.name: _stamp(file) for file in (*weight_files(folder), *(f for f in others if f.is_file()))}
+
+
+def require_stamps(folder: Path, known: Mapping[str, Stamp]) -> None:
+    """Raises BrokenModel where a checkpoint is not what it was before it was read, and as `stamps`."""
+    if stamps(folder) != known:
+        raise BrokenModel(f"{folder} changed while it was read: run the command again")
 
 
 def unchanged(before: Mapping[str, Stamp], now: Mapping[str, Stamp]) -> frozenset[str]:
