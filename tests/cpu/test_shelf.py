@@ -213,6 +213,29 @@ def test_a_server_that_ends_loads_no_further_and_tells_those_who_wait() -> None:
     run(scenario)
 
 
+def test_a_load_that_tells_nothing_does_not_hold_up_the_end() -> None:
+    """Planning and measuring tell nobody how far they are, so that `ends` does not break them off."""
+    fake, go = Fake("a"), threading.Event()
+
+    def stands() -> Loaded:
+        go.wait()
+        return fake.load("b")
+
+    shelf = Shelf(fake.shelf.now, {"b": stands}, 10)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        waiting = asyncio.ensure_future(shelf.hold("b"))
+        await asyncio.sleep(0.05)
+        shelf.refuse("the server is ending")
+        with pytest.raises(Ending, match="ending"):
+            await asyncio.wait_for(waiting, 60)
+        assert not await asyncio.to_thread(shelf.settle, 0.1)
+
+    run(scenario)
+    assert shelf.loads and shelf.now is None
+    go.set()
+
+
 def test_a_request_that_leaves_the_line_lets_those_behind_it_go_on() -> None:
     async def scenario() -> None:
         fake = Fake("a", "b")

@@ -49,8 +49,7 @@ def routes(app: FastAPI, shelf: Shelf) -> None:
     async def live() -> dict[str, Any]:
         """What the machine does now: counters, and what of them to compare with. Of each tier the bytes that the plan
         has there at most, and of RAM those that this process has now."""
-        if (loaded := shelf.now) is None:
-            raise HTTPException(503, "a model is being loaded: try again later")
+        loaded = shelf.require_now()
         service, engine = loaded.service, loaded.service.engine
         counts, plan = service.counts, engine.plan
         limits: dict[Tier, int | None] = {HOST: engine.ask.host_memory_bytes}

@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._shelf.refuse, "the server is ending")
             while not self._shelf.ending:
                 time.sleep(0.01)
-        if not self._shelf.settle(_LONGEST_END_S):
+        if not self._shelf.settle(_LONGEST_END_S) and not self._shelf.loads:
             self._shelf.abandon()
             self._shelf.settle(_LONGEST_END_S)
         self.should_exit = True

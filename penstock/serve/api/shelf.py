@@ -8,12 +8,15 @@ as a request for another model is in it, later ones for the loaded model wait be
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from anyio import to_thread
+from starlette.exceptions import HTTPException
 
 from penstock.errors import InternalError, PenstockError
 from penstock.planner.pace import Pace
@@ -21,6 +24,7 @@ from penstock.serve.scheduler import Ending, QueueFull
 from penstock.serve.service import Service
 
 _LOOK_S = 0.05
+_LOAD_ENDS_S = 5.0  # a load may take so long to break off when the server ends
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Shelf:
         self._line: deque[tuple[str, asyncio.Future[Hold]]] = deque()
         self._users = 0
         self._loading: asyncio.Task[None] | None = None
+        self._loader: threading.Thread | None = None  # of the latest load
         self._why = ""
 
     async def hold(self, name: str) -> Hold:
@@ -87,6 +92,12 @@ class Shelf:
                 waiting.result().end()
             self._advance()  # those behind it may go on
             raise
+
+    def require_now(self) -> Loaded:
+        """The model that is loaded. Raises HTTPException while another one is being loaded."""
+        if self.now is None:
+            raise HTTPException(503, "a model is being loaded: try again later")
+        return self.now
 
     def refuse(self, why: str) -> None:
         """From now on no request is taken, and none that waits for another model is."""
@@ -107,13 +118,18 @@ class Shelf:
 
     def settle(self, within_s: float) -> bool:
         """Waits, in another thread, until no model is being loaded and the loaded one has no request left. Waits at
-        most so many seconds, and returns whether that came about."""
-        until_s = time.monotonic() + within_s
+        most so many seconds, for a load _LOAD_ENDS_S, and returns whether that came about."""
+        begun_s = time.monotonic()
         while self._loading is not None or (self.now is not None and not self.now.service.idle(_LOOK_S)):
-            if time.monotonic() > until_s:
+            if time.monotonic() - begun_s > (within_s if self._loading is None else min(within_s, _LOAD_ENDS_S)):
                 return False
             time.sleep(_LOOK_S)
         return True
+
+    @property
+    def loads(self) -> bool:
+        """Whether a thread loads a model, which goes on when the event loop has ended."""
+        return self._loader is not None and self._loader.is_alive()
 
     def close(self) -> None:
         """Closes the loaded model, when the event loop has ended."""
@@ -144,13 +160,39 @@ class Shelf:
             else:
                 self._loading = asyncio.ensure_future(self._load(name))
 
+    def _in_a_thread(self, load: Callable[[], Loaded]) -> asyncio.Future[Loaded]:
+        """A load's result. Its thread is one that the event loop does not wait for at its end: planning and measuring
+        a machine tell nobody how far they are, so that nothing breaks them off."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[Loaded] = loop.create_future()
+
+        def told(outcome: Loaded | BaseException) -> None:
+            if loaded.cancelled():
+                return
+            if isinstance(outcome, Loaded):
+                loaded.set_result(outcome)
+            else:
+                loaded.set_exception(outcome)
+
+        def work() -> None:
+            try:
+                outcome: Loaded | BaseException = load()
+            except BaseException as error:
+                outcome = error
+            with suppress(RuntimeError):  # the loop has ended: nobody wants the model any more
+                loop.call_soon_threadsafe(told, outcome)
+
+        self._loader = threading.Thread(target=work, name="penstock-load", daemon=True)
+        self._loader.start()
+        return loaded
+
     async def _load(self, name: str) -> None:
         """Closes the loaded model and loads this one. If that fails, all requests that wait for it get the error."""
         before, self.now = self.now, None
         try:
             if before is not None:
                 await to_thread.run_sync(before.close)
-            self.now = await to_thread.run_sync(self._load_by_name[name])
+            self.now = await self._in_a_thread(self._load_by_name[name])
         except Exception as error:  # nobody may wait for ever
             told = error if isinstance(error, PenstockError) else InternalError(f"{type(error).__name__}: {error}")
             for other, waiting in [each for each in self._line if each[0] == name]:
