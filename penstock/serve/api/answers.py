@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.serve.generation import Generation, Used, used
 from penstock.serve.pooling import Pooling
 from penstock.serve.sampling import SamplingParams
@@ -70,8 +73,11 @@ class Answers:
         self._said = 0  # tokens so far
         self.whole: dict[int, Generation] = {}
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | Pooling, priority: int) -> None:
-        """Asks for `n` answers to a prompt. Raises as `Service.submit`. Waits for nothing but the service's lock."""
+    def submit(
+        self, prompt_ids: Sequence[int] | NDArray[np.int32], params: SamplingParams | Pooling, priority: int
+    ) -> None:  # fmt: skip
+        """Asks for `n` answers to a prompt, int32 [T] or a list. Raises as `Service.submit`. Waits for nothing
+        but the service's lock."""
         self._prompt_tokens += len(prompt_ids)
         for i in range(self._n):
             tell = self._teller(len(self._numbers))

@@ -18,7 +18,7 @@ from penstock.errors import BadRequest, InternalError, PenstockError
 from penstock.serve.api import page
 from penstock.serve.api.answers import Gone
 from penstock.serve.api.chats import ChatPrompt
-from penstock.serve.api.desk import Asked, AskedChat, Desk
+from penstock.serve.api.desk import Asked, AskedChat, Desk, Prompt
 from penstock.serve.api.dialects import anthropic, ollama, responses
 from penstock.serve.api.embeddings import AskedVectors, embedded, openai_response
 from penstock.serve.api.errors import error_body
@@ -75,7 +75,7 @@ def _completions(app: FastAPI, desk: Desk) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         def form(name: str, tokenizer: Tokenizer, chat: ChatPrompt, params: SamplingParams) -> Shape:
             head = head_of("chatcmpl", secrets.token_hex(12), name)
-            return Shape("chat.completion", head, tokenizer, lambda: chat.reading(params), with_usage=body.with_usage)
+            return Shape("chat.completion", head, tokenizer, chat.readings(params), with_usage=body.with_usage)
 
         messages = [message.plain() for message in body.messages]
         return await desk.chat(request, AskedChat(**asked(body), messages=messages, tools=body.callable(), form=form))
@@ -85,10 +85,7 @@ def _completions(app: FastAPI, desk: Desk) -> None:
         hold = await desk.hold(request, body.model)
         try:
             tokenizer = hold.loaded.service.engine.tokenizer
-            prompts = [
-                await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one) if isinstance(given, str) else given
-                for given in body.prompts()
-            ]
+            prompts = [await desk.ids(given, tokenizer) for given in body.prompts()]
             echoed = await _echoed(body, prompts, tokenizer) if body.echo else ()
             head = head_of("cmpl", secrets.token_hex(12), hold.loaded.name)
             shape = Shape("text_completion", head, tokenizer, echoed=echoed, with_usage=body.with_usage)
@@ -98,7 +95,7 @@ def _completions(app: FastAPI, desk: Desk) -> None:
             hold.end()
             raise
 
-    async def _echoed(body: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> tuple[str, ...]:
+    async def _echoed(body: CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer) -> tuple[str, ...]:
         """The prompts that are written before the answers. Raises BadRequest if so many scores are wanted that their
         JSON would take much memory."""
         n, count = body.n or 1, 1 + (body.prompt_alternatives or 0)
@@ -144,8 +141,7 @@ def _about(app: FastAPI, desk: Desk, shelf: Shelf) -> None:
     async def planned(prompt_tokens: Tokens = None, output_tokens: Tokens = None) -> dict[str, Any]:
         # Of the model that is loaded. To load another one for a GET would let any web page change models: a browser
         # sends no Origin with it.
-        if (loaded := shelf.now) is None:
-            raise HTTPException(503, "a model is being loaded: try again later")
+        loaded = shelf.require_now()
         engine, counts = loaded.service.engine, loaded.service.counts
         plan, prediction = engine.plan, engine.prediction
         followed = (reason,) if (reason := loaded.service.pace_reason) is not None else ()

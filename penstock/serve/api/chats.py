@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from penstock.errors import BadRequest
@@ -55,10 +56,15 @@ class ChatPrompt:
             return replace(params, thinking_tokens=None)
         return replace(params, thinking_begun=self.thinking)
 
-    def reading(self, params: SamplingParams) -> Reading:
-        """A reading of one answer. An answer in a form that the client asked for has neither thoughts nor calls."""
+    def readings(self, params: SamplingParams) -> Callable[[], Reading]:
+        """What makes a reading of each answer, and does not keep the prompt. An answer in a form that the client asked
+        for has neither thoughts nor calls."""
         free = params.rule is None or self.tools is not None
-        return Reading(self.writing if free else None, free and self.thinks, free and self.thinking)
+        return partial(Reading, self.writing if free else None, free and self.thinks, free and self.thinking)
+
+    def reading(self, params: SamplingParams) -> Reading:
+        """A reading of one answer."""
+        return self.readings(params)()
 
 
 def chat_of(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Tools | None) -> ChatPrompt:

@@ -7,15 +7,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 
 from penstock.errors import BadRequest
 from penstock.serve.api.answers import Answers, Gone, Post
 from penstock.serve.api.chats import ChatPrompt, chat_of
-from penstock.serve.api.guard import OWNER, SPEND, Receive, Scope, Send
+from penstock.serve.api.guard import LET_GO, OWNER, SPEND, Receive, Scope, Send
 from penstock.serve.api.shelf import Hold, Shelf
 from penstock.serve.api.wire import MAX_SCORES
 from penstock.serve.generation import Generation, Used
@@ -24,6 +26,8 @@ from penstock.serve.tokenizer import Tokenizer
 from penstock.serve.tools.asked import Tools
 
 T = TypeVar("T")
+Ids = NDArray[np.int32]
+Prompt = list[int] | Ids  # ids
 
 
 class Form(Protocol):
@@ -101,22 +105,34 @@ class Desk:
         `answered`, BadRequest where the client wants more room than the context has."""
         hold = await self.hold(request, asked.model)
         try:
-            engine = hold.loaded.service.engine
-            tokenizer, context = engine.tokenizer, engine.plan.context
-            if asked.context is not None and asked.context > context:
-                raise BadRequest(f"a context of {asked.context} is more than the server's {context}")
-            if raw is None:
-                chat = await to_thread.run_sync(chat_of, tokenizer, asked.messages, asked.tools, limiter=self.one)
-            else:
-                chat = ChatPrompt(await to_thread.run_sync(tokenizer.encode, raw, limiter=self.one))
-            params = chat.ruled(self.params(asked, [chat.ids], hold, None))
-            form = asked.form(hold.loaded.name, tokenizer, chat, params)
-            return await self.answered(request, asked, [chat.ids], params, form, hold)
+            ids, params, form = await self._opened(asked, raw, hold)
+            return await self.answered(request, asked, [ids], params, form, hold)
         except BaseException:
             hold.end()
             raise
 
-    def params(self, asked: Asked, prompts: Sequence[list[int]], hold: Hold, most: int | None) -> SamplingParams:
+    async def _opened(self, asked: AskedChat, raw: str | None, hold: Hold) -> tuple[Ids, SamplingParams, Form]:
+        """(the prompt, how its answers are chosen, how they are written). A request may wait for long, and keeps no
+        more than that of its rendered conversation. Raises as `chat`."""
+        engine = hold.loaded.service.engine
+        tokenizer, context = engine.tokenizer, engine.plan.context
+        if asked.context is not None and asked.context > context:
+            raise BadRequest(f"a context of {asked.context} is more than the server's {context}")
+        if raw is None:
+            chat = await to_thread.run_sync(chat_of, tokenizer, asked.messages, asked.tools, limiter=self.one)
+        else:
+            chat = ChatPrompt(await to_thread.run_sync(tokenizer.encode, raw, limiter=self.one))
+        ids = np.array(chat.ids, np.int32)
+        params = chat.ruled(self.params(asked, [ids], hold, None))
+        return ids, params, asked.form(hold.loaded.name, tokenizer, chat, params)
+
+    async def ids(self, given: str | list[int], tokenizer: Tokenizer) -> Prompt:
+        """The ids of a prompt. Those of a text take 4 bytes each, those of a list what the body has of them anyway."""
+        if not isinstance(given, str):
+            return given
+        return np.array(await to_thread.run_sync(tokenizer.encode, given, limiter=self.one), np.int32)
+
+    def params(self, asked: Asked, prompts: Sequence[Prompt], hold: Hold, most: int | None) -> SamplingParams:
         """The sampling parameters. `most`: the tokens of an answer if the client names no length; None for what the
         context has room for. Raises BadRequest."""
         engine = hold.loaded.service.engine
@@ -130,7 +146,7 @@ class Desk:
         return self._post
 
     async def answered(
-        self, request: Request, asked: Asked, prompts: Sequence[list[int]], params: SamplingParams, form: Form,
+        self, request: Request, asked: Asked, prompts: Sequence[Prompt], params: SamplingParams, form: Form,
         hold: Hold,
     ) -> Response:  # fmt: skip
         """The answers, as a response. The hold on the model ends with them, or with their stream. It stays if this
@@ -147,7 +163,7 @@ class Desk:
             for ids in prompts:
                 answers.submit(ids, params, asked.priority)
             if asked.stream:
-                return _EventStream(answers, form, hold, request.scope.get(SPEND, lambda _: None))
+                return _EventStream(answers, form, hold, request)
             generations = await unless_gone(request, answers.gathered())
             answer = JSONResponse(await to_thread.run_sync(form.whole, generations, answers.used, limiter=self.one))
             hold.end()
@@ -160,7 +176,7 @@ class Desk:
                 request.scope[SPEND](answers.tokens)
 
 
-def _require_few_scores(params: SamplingParams, n: int, prompts: Sequence[Sequence[int]], context: int) -> None:
+def _require_few_scores(params: SamplingParams, n: int, prompts: Sequence[Prompt], context: int) -> None:
     """Raises BadRequest where the answers may have so many log probabilities that they would take much memory: an
     answer keeps its own until the end."""
     if params.logprobs is None:
@@ -177,14 +193,19 @@ def _require_few_scores(params: SamplingParams, n: int, prompts: Sequence[Sequen
 
 class _EventStream(StreamingResponse):
     """A stream of answers. When nobody reads it any more, the answers that are left are cancelled, and their hold on
-    the model ends. `spend`: is called with the number of tokens that they took."""
+    the model ends, and the client's key has spent the tokens that they took.
 
-    def __init__(self, answers: Answers, form: Form, hold: Hold, spend: Callable[[int], None]) -> None:
+    A stream may wait and last for hours, so it lets go of the request's body. Starlette would keep it as long."""
+
+    def __init__(self, answers: Answers, form: Form, hold: Hold, request: Request) -> None:
         events = form.events(answers)
         super().__init__(events, media_type=form.media_type, headers={"cache-control": "no-store"})
-        self._answers, self._hold, self._spend = answers, hold, spend
+        self._answers, self._hold, self._request = answers, hold, request
+        self._spend: Callable[[int], None] = request.scope.get(SPEND, lambda _: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request._body, self._request._json = b"", None
+        scope.get(LET_GO, lambda: None)()
         try:
             await super().__call__(scope, receive, send)
         finally:

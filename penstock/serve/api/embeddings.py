@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from anyio import to_thread
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.errors import BadRequest
 from penstock.serve.answering import checked_ids
 from penstock.serve.api.answers import Answers
-from penstock.serve.api.desk import Desk, unless_gone
+from penstock.serve.api.desk import Desk, Ids, unless_gone
 from penstock.serve.api.guard import OWNER, SPEND
 from penstock.serve.generation import Generation
 from penstock.serve.pooling import NOT_MADE, Pooling, chosen_pooling, require_dimensions, unit
@@ -29,7 +28,6 @@ MAX_INPUTS = 2048  # OpenAI's limit
 MAX_NUMBERS = 1 << 22
 _AT_ONCE = 16  # texts that wait or are read at once, as of a request for answers
 
-Ids = NDArray[np.int32]
 Vector = NDArray[np.float32]
 
 
@@ -88,10 +86,7 @@ async def embedded(desk: Desk, request: Request, asked: AskedVectors) -> Vectors
         async def encoded() -> list[Ids]:
             prompts: list[Ids] = []
             for given in asked.inputs:
-                if isinstance(given, str):
-                    ids = await to_thread.run_sync(tokenizer.encode, given, limiter=desk.one)
-                else:
-                    ids = given
+                ids = await desk.ids(given, tokenizer)
                 if asked.cuts and len(ids) > plan.context:
                     cut.append(len(ids))
                     ids = ids[: plan.context]
@@ -126,7 +121,7 @@ async def _gathered(answers: Answers, prompts: Sequence[Ids], pooling: Pooling, 
         number = begun
         while number < len(prompts) and number - len(vectors) < _AT_ONCE:
             try:
-                answers.submit(prompts[number].tolist(), pooling, asked.priority)
+                answers.submit(prompts[number], pooling, asked.priority)
             except QueueFull:
                 if number == len(vectors):
                     raise

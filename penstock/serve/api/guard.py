@@ -32,13 +32,17 @@ PAGE = "/page/"  # the files of the page
 # In the scope: a digest of the key that a request came with (not its name: what is kept of one outlives a change of
 # keys), and a function that takes the tokens that it took.
 OWNER, SPEND = "penstock.owner", "penstock.spend"
+# A function that says that the request needs nothing of its body any more. Without it, what the body holds counts until
+# the request ends.
+LET_GO = "penstock.let_go"
 # In the scope too, where the server puts it: a function that closes the connection at once. What was not read is lost.
 ABORT = "penstock.abort"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _SMALL_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 64 << 10, 16
-# What a body takes at most while it is read and checked: each byte thrice, and each of these bytes so many more. A
-# message of a chat, which may be 30 bytes long, is a dict and an object of its fields: 990 bytes.
-_BYTE_TIMES, _PART_BYTES = 3, {b"{": 800, b"[": 150, b",": 50, b":": 50}
+# What a body takes at most until its request needs nothing of it: each byte four times (the body, its texts and their
+# tokens, twice), and each of these bytes so many more. A message of a chat, which may be 30 bytes long, is a dict
+# and an object of its fields: 990 bytes.
+_BYTE_TIMES, _PART_BYTES = 4, {b"{": 800, b"[": 150, b",": 50, b":": 50}
 # Of such bytes in texts nothing is made: a prompt may be JSON itself. A string that nobody closes goes to the end, so
 # that each byte is looked at once.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
@@ -54,7 +58,7 @@ class Limits:
 
     body_bytes    the longest body of a request
     bodies_bytes  the most bytes of all bodies that are here
-    parsed_bytes  the most memory of what bodies hold, until their answers begin
+    parsed_bytes  the most memory of what bodies hold, until their streams begin or their requests end
     body_s        a whole body must come within so many seconds
     send_s        a client must take what it is sent within so many seconds
     """
@@ -112,14 +116,19 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # Ollama's command line begins so. No body is sent: uvicorn knows the method
+            scope = {**scope, "method": "GET"}
         begun = unread = False
         parsed_bytes = 0
 
-        async def sending(message: Message) -> None:
-            nonlocal begun, unread, parsed_bytes
-            begun = True
+        def let_go() -> None:
+            nonlocal parsed_bytes
             self._parsed_bytes -= parsed_bytes
             parsed_bytes = 0
+
+        async def sending(message: Message) -> None:
+            nonlocal begun, unread
+            begun = True
             try:
                 await asyncio.wait_for(send(message), self._limits.send_s)
             except TimeoutError:
@@ -140,9 +149,10 @@ class Guard:
                 scope[OWNER] = blake2b(key.secret.encode(), digest_size=16).hexdigest()
                 scope[SPEND] = partial(self._spending.spend, key)
             held_bytes = self._room(headers)
-            whole = await self._body(receive)
-            parsed_bytes = self._parsed(whole)
-            await self._app(scope, _replayed(whole, receive), sending)
+            body = [await self._body(receive)]
+            parsed_bytes = self._parsed(body[0])
+            scope[LET_GO] = let_go
+            await self._app(scope, _replayed(body, receive), sending)
         except Refused as refused:
             if not begun:
                 await _answer(sending, scope["path"], refused)
@@ -152,7 +162,7 @@ class Guard:
             await asyncio.sleep(0)  # the server notes that the connection is gone, and so has no fault to log
         finally:
             self._bodies_bytes -= held_bytes
-            self._parsed_bytes -= parsed_bytes
+            let_go()
             if begun_by is not None:
                 self._spending.end(begun_by)
 
@@ -229,16 +239,14 @@ class Guard:
         return key
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Receives the body in one piece, then what the client does afterwards: to go away."""
-    told = False
+def _replayed(body: list[bytes], receive: Receive) -> Receive:
+    """Receives the one body in one piece, then what the client does afterwards: to go away. The body leaves the list
+    with that, so that it can be let go."""
 
     async def replayed() -> Message:
-        nonlocal told
-        if told:
+        if not body:
             return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
 
     return replayed
 
