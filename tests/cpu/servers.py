@@ -38,7 +38,7 @@ class Server(NamedTuple):
         text = answer.read().decode()
         connection.close()
         is_json = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.status, answer.headers, json.loads(text) if is_json else text
+        return answer.status, answer.headers, json.loads(text) if is_json and text else text
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=600)

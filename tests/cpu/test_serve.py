@@ -56,6 +56,13 @@ def test_openai_client_completes_and_chats(server: Server, engine: Engine) -> No
     assert chat.choices[0].finish_reason in ("stop", "length") and chat.choices[0].message.role == "assistant"
 
 
+def test_heads_are_answered(server: Server) -> None:
+    """Ollama's command line and load balancers begin with one."""
+    for path, status in (("/", 200), ("/health", 200), ("/v1/models/tiny", 200), ("/nope", 404)):
+        assert server.ask("HEAD", path)[0] == status and server.ask("GET", path)[0] == status
+    assert server.ask("HEAD", "/v1/chat/completions")[0] == 405
+
+
 def test_openai_client_streams(server: Server, engine: Engine) -> None:
     client = server.client()
     whole = client.chat.completions.create(
