@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import shutil
 import tempfile
 import zlib
@@ -15,7 +16,7 @@ from pathlib import Path
 from penstock.store.locks import lock_folder
 
 # A digest of this machine's name is in it, for others may share the folder, and numbers of their processes say nothing
-# here. The number of the process that made it follows, and eight characters that `tempfile` chooses.
+# here. The number of the process that made it follows, and eight random characters.
 PREFIX = f"penstock-of-{zlib.crc32(os.fsencode(platform.node())):08x}-"
 _NAME = re.compile(rf"{PREFIX}([0-9]{{1,10}})-\w{{8}}", re.ASCII)
 
@@ -23,14 +24,19 @@ _NAME = re.compile(rf"{PREFIX}([0-9]{{1,10}})-\w{{8}}", re.ASCII)
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A new folder, which is removed at the end. Removes those of processes that were killed before. Raises OSError."""
-    remove_left(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as made:
-        lock = lock_folder(Path(made), exclusive=False, wait=True)
-        try:
-            yield Path(made)
-        finally:
-            if lock is not None:
-                lock.close()
+    parent = Path(tempfile.gettempdir())
+    remove_left(parent)
+    # The name comes first. A signal that ended `tempfile.mkdtemp` behind its last step would leave a folder whose name
+    # nobody has.
+    made, lock = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}", None
+    try:
+        made.mkdir(0o700)
+        lock = lock_folder(made, exclusive=False, wait=True)
+        yield made
+    finally:
+        if lock is not None:
+            lock.close()
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def remove_left(parent: Path) -> None:

@@ -72,6 +72,20 @@ def test_it_is_there_for_the_block(tmp_path: Path, ended: int, monkeypatch: pyte
     assert not folder.exists()
 
 
+def test_a_signal_right_behind_its_making_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    makes = Path.mkdir
+
+    def making(folder: Path, mode: int) -> None:
+        makes(folder, mode)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", making)
+    with pytest.raises(KeyboardInterrupt), temporary_folder():
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_next_first_run_removes_what_a_killed_one_left(checkpoint: Path, tmp_path: Path) -> None:
     cache, made = machine_cache(tmp_path / "cache"), tmp_path / "made"
     made.mkdir()
