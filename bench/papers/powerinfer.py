@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from bench.papers.compare import Predicted, is_beyond, machine_of, model_of, told
 from bench.papers.published import PC_HIGH, PC_LOW, SEVERAL, UNSUPPORTED, UNSUPPORTED_MACHINES, Published
-from penstock.planner.activity import NeuronProfile, published, synthetic
+from penstock.planner.activity import NeuronProfile, published, synthetic, with_activity
 from penstock.planner.programs.neuron_choice import drawn
 from penstock.planner.shares import all_of
 from penstock.planner.shorten import quick
@@ -265,7 +265,7 @@ def _operators(setting: Setting) -> tuple[Speed, ...]:
         return powerinfer.plan_of(skeleton, profile, layers, layers, all_of(ffns[:layers]))
 
     layers = problem.most_on_device(problem.layers, cache(plan_of))
-    return (_speed(powerinfer.with_activity(plan_of(layers), profile), setting),) if layers else ()
+    return (_speed(with_activity(plan_of(layers), profile), setting),) if layers else ()
 
 
 @cache

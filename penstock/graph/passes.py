@@ -117,3 +117,10 @@ def pages_used(plan: Plan, batches: Sequence[Batch]) -> int | None:
         return None
     (batch,) = batches
     return -(-(batch.start[-1] + batch.rows[-1]) // plan.page_tokens)
+
+
+def one_batch(purpose: str, seqs: int, rows: int, start: int) -> Pass:
+    """A pass of one batch of `seqs` sequences, each with `rows` rows from position `start` on. Logits are wanted of
+    each sequence's last row."""
+    last = tuple(range(rows - 1, seqs * rows, rows))
+    return Pass(purpose, (Batch(0, tuple(range(seqs)), (start,) * seqs, (rows,) * seqs, last),), None)

@@ -30,6 +30,7 @@ from math import exp, log
 
 from penstock.spec.model import ModelSpec
 from penstock.spec.parts import GRANULE_ROWS, Part
+from penstock.spec.plan import Plan, Unit
 
 HOT_SHARE = 0.8  # hot neurons make this share of all activations
 _RELU = ("relu", "relu2")
@@ -201,3 +202,15 @@ def measured(ffns: Sequence[Part], fires: Sequence[bytes], source: str) -> Neuro
         return tuple(sum(some) / len(some) for some in each)
 
     return NeuronProfile(tuple(map(shares, ffns)), source)
+
+
+def with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
+    """The plan with the share of each unit's neurons that decoding a batch needs (`Unit.active`). Nothing moves."""
+    layer_of = {key: part.layer for key, part in plan.parts.items() if part.kind == "ffn"}
+
+    def with_share(unit: Unit) -> Unit:
+        if unit.part not in layer_of:
+            return unit
+        return replace(unit, active=profile.active(layer_of[unit.part], unit.lo, unit.hi, plan.batch_seqs))
+
+    return replace(plan, units=tuple(map(with_share, plan.units)))

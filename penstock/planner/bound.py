@@ -145,7 +145,7 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
     else:
         calls = [
             (op, part.kinds(blocks), ops.matrix_cost(part, unit.lo, unit.hi, blocks, rows))
-            for op, blocks in _CALLS[part.kind]
+            for op, blocks in ((op, ops.PRODUCTS[op]) for op in _PRODUCTS_OF[part.kind])
         ]
         if active < 1 and plan.activates_all(part):
             activated = ops.matrix_cost(part, unit.lo, unit.hi, (part.blocks[0].name,), rows)
@@ -165,10 +165,5 @@ def _unit_s(plan: Plan, unit: Unit, cost: Cost, p: _PassSize) -> Iterator[tuple[
         yield GPU.to_device, cost.least_s(GPU.to_device, "lift", part.kinds(), 1, nbytes)
 
 
-_CALLS = {
-    "attn": (("qkv", ops.QKV_BLOCKS), ("out", ops.OUT_BLOCKS)),
-    "ffn": (("ffn", ops.FFN_BLOCKS),),
-    "shared": (("ffn", ops.FFN_BLOCKS),),
-    "embed": (("head", ops.VOCAB_BLOCKS),),
-    "head": (("head", ops.VOCAB_BLOCKS),),
-}
+# Kind of a part → the products that are computed with it.
+_PRODUCTS_OF = {"attn": ("qkv", "out"), "ffn": ("ffn",), "shared": ("ffn",), "embed": ("head",), "head": ("head",)}

@@ -11,12 +11,13 @@ from functools import partial
 from itertools import islice
 
 from penstock.planner.candidate import Candidate
+from penstock.planner.homes import all_there
 from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve import llama_cpp
 from penstock.planner.solve.ours import experts
 from penstock.planner.solve.ours.filling import filled
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.skeleton import all_there, device_skeleton
+from penstock.planner.solve.skeleton import device_skeleton
 from penstock.spec.plan import Plan
 
 

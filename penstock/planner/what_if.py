@@ -29,12 +29,11 @@ from penstock.spec.format import Format, parse_format
 from penstock.spec.machine import MachineSpec
 from penstock.spec.places import GPU, Lane, is_disk, is_link
 from penstock.spec.plan import Plan
-from penstock.units import GIB, MIB
+from penstock.units import GIB
 
 _AS_PUBLISHED = "if as few neurons fire as PowerInfer publishes of such models"
 _LOOKED_AT = 2  # so many candidates of a solver are planned. The best come first, and each takes some 40 ms
 _MOST_LOOKED_AT = 4  # the same for a model with experts, whose homes make more kinds of plans
-_USUAL_RING_BYTES = 64 * MIB  # of equally fast plans the solver takes the one that reads least: it has a small ring
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _best_that_asks(problem: Problem, like: Plan) -> Prediction | None:
     """The prediction of the plan with the least bound that asks a disk for neurons, None if no plan does. `like`: the
     plan of the same model to compare with, whose ring it has. A model of many layers is planned as one of few. Raises
     DoesNotFit."""
-    ring_bytes = sum(like.ring_bytes.values()) or _USUAL_RING_BYTES
+    ring_bytes = sum(like.ring_bytes.values()) or ram.USUAL_RING_BYTES
 
     def asking(problem: Problem) -> list[Plan]:
         every = (each.plan for each in ram.candidates(problem, ring_bytes))
@@ -201,7 +200,7 @@ def _one(problem: Problem, ring_bytes: int, like: str | None = None) -> Predicti
             alike = _alike((each for each in every if not problem.moves_chosen_values(each.plan)), like)
             plans = [] if alike is None else [alike]
         else:
-            without = ram.candidates(problem, ring_bytes or _USUAL_RING_BYTES)
+            without = ram.candidates(problem, ring_bytes or ram.USUAL_RING_BYTES)
             # A model with experts has a plan in which they stream, and one in which they have caches.
             plans = [candidate.plan for candidate in islice(without, 2 if problem.spec.is_routed else 1)]
     except DoesNotFit:

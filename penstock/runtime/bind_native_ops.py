@@ -26,8 +26,6 @@ from penstock.spec.plan import Plan
 
 # An op called on a Compute runs at once; called on a Program it is recorded.
 Target = _native.Compute | _native.Program
-# The matrices that an op multiplies.
-_PRODUCTS = {"qkv": ops.QKV_BLOCKS, "out": ops.OUT_BLOCKS, "ffn": ops.FFN_BLOCKS, "head": ops.VOCAB_BLOCKS}
 
 
 class NativeOps(Binding):
@@ -42,7 +40,7 @@ class NativeOps(Binding):
         self._compute = kernels.compute
         self._exact = {
             (key, op): kernels.exact or cpu.all_exact(part, blocks)
-            for key, part in self._parts.items() if part.kind in MIXED for op, blocks in _PRODUCTS.items()
+            for key, part in self._parts.items() if part.kind in MIXED for op, blocks in ops.PRODUCTS.items()
         }  # fmt: skip
         self._all_exact = kernels.exact  # of predictors, of which a mask is all that comes, and of attention
         spec, layers = self._spec, self._spec.layers
@@ -158,8 +156,7 @@ class NativeOps(Binding):
     def by_batches(self) -> bool:
         """As `Binding.by_batches`. False if numpy does some calls, since it takes the numbers of rows from the calls.
         False too if somebody is told of calls, and so of their rows."""
-        heard = self.on_route is not None or self.on_fired is not None
-        return "embed" in self._natively and not self._projects_out and not heard
+        return "embed" in self._natively and not self._projects_out and not self.hears
 
     # -- ops: operands as addresses (`at` gives the address of a slot) -----------------------------------
 

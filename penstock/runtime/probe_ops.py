@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -180,7 +180,7 @@ class Layers:
         """The rates of attention over KV in this format, which these layers have."""
         return attention_rates(CPU, kv, lambda rows, start: self.time(rows, start, ("attend",)), tell, until_s)
 
-    def _points(self, ops: Sequence[str], rows: Sequence[int], over: str) -> dict[str, Points]:
+    def _points(self, ops: Collection[str], rows: Sequence[int], over: str) -> dict[str, Points]:
         """For each op its seconds over `over`, "bytes" or "flops". All ops are timed together."""
         timed = [t for n in rows for t in self.time(n, 0 if n > 1 else CONTEXT // 2, ops)]
         return {op: [(float(getattr(t, over)), t.seconds) for t in timed if t.op == op] for op in ops}
@@ -200,7 +200,7 @@ class Layers:
         return choose(straight(fits))
 
     def time(
-        self, rows: int, start: int, ops: Sequence[str], repeats: int = 3, by_clock: bool = False
+        self, rows: int, start: int, ops: Collection[str], repeats: int = 3, by_clock: bool = False
     ) -> list[TimedOp]:
         """Mean times per op and size, over layers and repeats, after a round to warm up. They are what free cores take
         (`own_time`), or with `by_clock` what was taken. Many rows are timed on two layers only: these are more than a
@@ -222,7 +222,7 @@ class Layers:
             return [TimedOp(*key, mean([taken_s for taken_s, _ in calls])) for key, calls in times.items()]
         return [TimedOp(*key, mean(undisturbed(calls))) for key, calls in times.items()]
 
-    def _calls(self, p: Pass, ops: Sequence[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
+    def _calls(self, p: Pass, ops: Collection[str], most_layers: int) -> list[tuple[Call, Callable[[], None]]]:
         """The pass's calls of these ops, each with a function that runs it natively, with little Python around."""
         calls: list[tuple[Call, Callable[[], None]]] = []
         self.binding.begin()

@@ -18,10 +18,10 @@ from penstock.graph.lower import Lowering
 from penstock.graph.pages import check_tables
 from penstock.graph.tasks import Pass, Task
 from penstock.graph.verify import verify
+from penstock.planner.guests import with_guests
 from penstock.planner.predict import predict
 from penstock.planner.shorten import staying
 from penstock.planner.solve import solve
-from penstock.planner.solve.ours.guests import with_guests
 from penstock.serve.pages import Pages
 from penstock.spec.ask import Ask
 from penstock.spec.format import Format, parse_format

@@ -199,7 +199,7 @@ def test_attention_on_the_cpu_leaves_kv_where_it_is() -> None:
 def test_none_where_it_does_not_apply() -> None:
     ask, spec, fmt, machine = random_case(2)
     for other in (replace(ask, batch=1), replace(ask, resident_bytes=MIB), replace(ask, score=True)):
-        assert not list(candidates(Problem(other, spec, fmt, machine)))
+        assert not Problem(replace(other, objective="throughput"), spec, fmt, machine).wants_blocks
     tiny = replace(machine, tiers=tuple(replace(tier, bytes=65 * MIB) for tier in machine.tiers))
     assert not list(candidates(Problem(ask, spec, fmt, tiny)))
 

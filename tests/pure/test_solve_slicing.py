@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bench.papers.published import FIGURES, TABLE_I
 from bench.papers.scheinfer import predicted
 from penstock.graph.check_plan import check_plan
+from penstock.graph.passes import one_batch
 from penstock.planner.cost import Cost
 from penstock.planner.predict import predict
 from penstock.planner.programs.slicing import (
@@ -29,7 +30,7 @@ from penstock.planner.solve import scheinfer, settle_context
 from penstock.planner.solve.ours import device
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer import FREE, PAPER, plan_of
-from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares, one_batch
+from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
 from penstock.planner.solve.scheinfer.rows import with_rows
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton
 from penstock.spec.ask import Ask

@@ -14,6 +14,7 @@ n rows whose logits are wanted, X experts, A experts that a token goes to.
                             their outputs, then float32 [T], the factor of the shared expert's output
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.graph.ops.operand import (
@@ -36,7 +37,13 @@ FFN_BLOCKS = ("gate", "up", "down", "gate_bias", "up_bias")
 PREDICTOR_BLOCKS = ("hidden", "neurons", "hidden_bias", "neurons_bias")
 ROUTER_BLOCKS = ("scores", "bias", "shared_gate")
 VOCAB_BLOCKS = ("rows",)
-PRODUCTS = ("qkv", "out", "ffn", "head")  # ops that multiply all rows by a unit's matrices
+# Ops that multiply all rows by a unit's matrices → the blocks that they multiply with or add.
+PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    "qkv": QKV_BLOCKS,
+    "out": OUT_BLOCKS,
+    "ffn": FFN_BLOCKS,
+    "head": VOCAB_BLOCKS,
+}
 
 # -- the model's ends -------------------------------------------------------------------------------
 

@@ -53,6 +53,11 @@ class NeuronProgram:
     def total_bytes(self) -> int:
         return sum(len(layer.impacts) * layer.group_bytes for layer in self.layers)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether both memories together hold all groups."""
+        return self.device_bytes >= 0 and self.total_bytes <= self.device_bytes + self.host_bytes
+
 
 Counts = tuple[int, ...]  # for each layer, how many groups the device holds
 
@@ -100,7 +105,7 @@ def solve(program: NeuronProgram, limit_s: float = LIMIT_S) -> Placement | None:
 
     HiGHS is not asked if the greedy answer is within CLOSE of its bound: HiGHS would stop there too. Raises
     InternalError if HiGHS fails."""
-    if program.device_bytes < 0 or program.total_bytes > program.device_bytes + program.host_bytes:
+    if not program.has_room:
         return None
     counts, most = greedy(program)
     impact, start = impact_of(program, counts), counts if allowed(program, counts) else None

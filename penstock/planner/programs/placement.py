@@ -76,7 +76,7 @@ def layer_times(layer: LayerGroups, rates: TokenTimes) -> list[float]:
 def fastest(program: NeuronProgram, rates: Sequence[TokenTimes]) -> Placed | None:
     """The answer that takes the fewest seconds, within `gap`. `rates`: of each layer. None if the memories do not hold
     all groups."""
-    if program.device_bytes < 0 or program.total_bytes > program.device_bytes + program.host_bytes:
+    if not program.has_room:
         return None
     layers, room = program.layers, program.device_bytes
     times = [layer_times(layer, each) for layer, each in zip(layers, rates, strict=True)]

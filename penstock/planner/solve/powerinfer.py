@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.graph.arenas import ARENA_ALIGN
-from penstock.planner.activity import NeuronProfile, measured, predictor_rank, published
+from penstock.planner.activity import NeuronProfile, measured, predictor_rank, published, with_activity
 from penstock.planner.candidate import Candidate
 from penstock.planner.paper_reasons import hot_and_cold
 from penstock.planner.programs import neurons as ilp
@@ -39,7 +39,7 @@ from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, within_device
 from penstock.spec.parts import Part, active_columns
 from penstock.spec.places import CPU, GPU, HOST
-from penstock.spec.plan import Plan, Predictor, Unit
+from penstock.spec.plan import Plan, Predictor
 
 NAME = "hot and cold neurons (PowerInfer)"
 MEASURED = "hot and cold neurons, by seconds"
@@ -69,10 +69,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def with_profile(
     problem: Problem, profile: NeuronProfile, ways: Sequence[Choose] = (), name: str = NAME
 ) -> Iterator[Candidate]:  # fmt: skip
-    """One candidate in which the device computes the CPU's neurons too where a prompt is read. For short prompts there
-    is another one in which it does not. There is none without a device, if the two memories do not hold the model, if
-    the user limits the weights that stay, or if KV is wanted on the disk. `ways`: of which the fastest answer is
-    taken; none: `by_program`."""
+    """One candidate in which the device computes the CPU's neurons too while a prompt is read. For short prompts there
+    is a second one in which the CPU computes its own. There is no candidate without a device, if the two memories do
+    not hold the model, if the user limits the weights that stay, or if KV is wanted on the disk.
+
+    `ways`: ways to choose neurons, of which the one is taken whose plan is fastest by its own account; (): `by_program`
+    alone. `name`: the strategy's."""
     ask, ways = problem.ask, ways or (by_program,)
     if not problem.has_device or ask.resident_bytes is not None or ask.kv_home == "disk":
         return
@@ -164,15 +166,3 @@ def plan_of(skeleton: Skeleton, profile: NeuronProfile, attention: int, predicto
         known = tuple(Predictor(i, rank, HOST, problem.weights) for i, rank in enumerate(ranks))
     every = tuple(replace(each, home=GPU.executor if i < predictors else HOST) for i, each in enumerate(known))
     return replace(skeleton, attention_layers=attention, predictors=every).plan(there)
-
-
-def with_activity(plan: Plan, profile: NeuronProfile) -> Plan:
-    """The plan with the share of each unit's neurons that decoding a batch needs (`Unit.active`). Nothing moves."""
-    layer_of = {key: part.layer for key, part in plan.parts.items() if part.kind == "ffn"}
-
-    def with_share(unit: Unit) -> Unit:
-        if unit.part not in layer_of:
-            return unit
-        return replace(unit, active=profile.active(layer_of[unit.part], unit.lo, unit.hi, plan.batch_seqs))
-
-    return replace(plan, units=tuple(map(with_share, plan.units)))

@@ -12,6 +12,7 @@ from penstock.errors import DoesNotFit
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.cost import Cost
 from penstock.planner.firing import Firing, foretold_of, share_of, sparsity_of
+from penstock.planner.programs.block_sizes import BATCH_STEP
 from penstock.planner.routing import RouterTrace
 from penstock.planner.shares import most_that_fit
 from penstock.planner.sizes import prompt_and_half_way
@@ -156,9 +157,13 @@ class Problem:
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether FlexGen's blocks are wanted. Blocks of many batches delay the first token, so there are none where
-        latency is wanted; and experts have none."""
-        return self.ask.objective == "throughput" and not self.spec.is_routed
+        """Whether FlexGen's blocks are wanted, and FlexGen has plans. Blocks of many batches delay the first token, so
+        there are none where latency is wanted. There are none of fewer sequences than BATCH_STEP, none with experts,
+        none if the user limits the weights that stay (the program has no row for that), and none if the logits of every
+        row are wanted."""
+        ask = self.ask
+        few = ask.batch < BATCH_STEP or ask.objective != "throughput"
+        return not (few or self.spec.is_routed or ask.resident_bytes is not None or ask.score)
 
     def limit_bytes(self, memory: Executor) -> int:
         """Bytes that a plan may take of RAM or of the device's memory."""

@@ -54,7 +54,7 @@ _NOT_PROBED = MachineSpec(
 def limits_too_much(problem: Problem) -> bool:
     """Whether the user limits device memory to less than any plan with the device takes."""
     asked = problem.ask.device_memory_bytes
-    return problem.has_device and asked is not None and _least_device_bytes(problem) > asked
+    return asked is not None and _least_device_bytes(problem) > asked
 
 
 def _refuse_host(problem: Problem, limit: int) -> None:

@@ -6,18 +6,18 @@ So the granules of one executor are one or two runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from penstock.graph.arenas import ARENA_ALIGN
+from penstock.planner.cutting import Run, most_together, units
 from penstock.planner.reasons import lifted_units
 from penstock.planner.shares import Resident
 from penstock.planner.sizes import MIN_CHUNK_ROWS
-from penstock.planner.solve.fill import Run, filled, units
+from penstock.planner.solve.fill import filled
 from penstock.planner.solve.problem import Problem
-from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import PINNED, Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, is_disk
 from penstock.spec.plan import UNIT_BYTES, Cache, Plan, Predictor, Unit
@@ -173,15 +173,6 @@ class Skeleton:
         return {tier: max(wanted[tier], nbytes) for tier, nbytes in need.items() if nbytes}, stage_bytes
 
 
-def most_together(units: Sequence[Unit], parts: Mapping[str, Part]) -> int:
-    """Bytes of a ring in which all units of any layer's attention that stream have room at once."""
-    by_part: dict[str, list[int]] = {}
-    for unit in units:
-        if parts[unit.part].kind == "attn" and unit.home != unit.decode:
-            by_part.setdefault(unit.part, []).append((unit.hi - unit.lo) * parts[unit.part].granule_bytes)
-    return max((sum(sizes) + max(sizes) for sizes in by_part.values()), default=0)
-
-
 def device_skeleton(
     problem: Problem, chunk_rows: int, attention_layers: int, lifted: float,
     kv_home: Tier = GPU.executor, prompts: bool = True,
@@ -239,11 +230,6 @@ def within_device(
             return None
         budget -= round_up(over, ARENA_ALIGN)
     return None
-
-
-def all_there(plan: Plan) -> bool:
-    """Whether all weights are at home on the device, but for the embedding, of which single rows are looked up."""
-    return all(unit.home == GPU.executor or unit.part == gathered_key(plan.target.spec) for unit in plan.units)
 
 
 def lift_bytes(problem: Problem, ring_bytes: int) -> int:

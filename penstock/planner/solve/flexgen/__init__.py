@@ -25,7 +25,7 @@ from penstock.planner.paper_reasons import in_blocks
 from penstock.planner.programs import policy as lp
 from penstock.planner.programs.block_sizes import blocks
 from penstock.planner.programs.whole_layers import whole_layers
-from penstock.planner.solve.flexgen.least import applies, least
+from penstock.planner.solve.flexgen.least import least
 from penstock.planner.solve.flexgen.shape import ATTENDS, BlockShape, chunk_options
 from penstock.planner.solve.flexgen.terms import Mode, Terms, modes
 from penstock.planner.solve.problem import Problem
@@ -152,10 +152,8 @@ def plan_of(best: BestPolicy) -> Plan | None:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """The best policy of each way, as a plan. If none of them fits, the plans of least memory that do. None where
-    FlexGen does not apply (`least.applies`)."""
-    if not applies(problem):
-        return
+    """The best policy of each way, as a plan. If none of them fits, the plans of least memory that do. The ask is one
+    for which FlexGen has plans (`Problem.wants_blocks`)."""
     any_found = False
     for best in search(problem).values():
         plan = plan_of(best)

@@ -1,15 +1,16 @@
-"""The plans of FlexGen's with the least memory: of the smallest block, with weights and KV each in one tier.
+"""FlexGen's plans of least memory: the smallest block, with all weights in one tier and all KV in one tier.
 
-A refusal names what the least of them takes. The program leaves room for arenas that are rounded up, so where memory is
-that tight it finds no policy; then these plans are the candidates.
+A refusal names the least bytes that one of them takes. They are also candidates if the linear program finds no policy.
+That happens where memory is tight, because the program leaves room for arenas that are rounded up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, compress, product
 from math import prod
 
-from penstock.planner.programs.block_sizes import BATCH_STEP, blocks
+from penstock.planner.programs.block_sizes import blocks
 from penstock.planner.programs.policy import Shares
 from penstock.planner.solve.flexgen.shape import ATTENDS, IN, BlockShape, chunk_options
 from penstock.planner.solve.flexgen.terms import modes
@@ -21,40 +22,22 @@ from penstock.spec.plan import Plan
 _HALVINGS = 6
 
 
-def applies(problem: Problem) -> bool:
-    """Whether FlexGen has plans: not of fewer sequences than BATCH_STEP, nor if the user limits the weights that stay
-    (the program has no row for that), nor if the logits of every row are wanted."""
-    ask = problem.ask
-    return ask.batch >= BATCH_STEP and ask.resident_bytes is None and not ask.score
-
-
 def least(problem: Problem) -> Iterator[tuple[BlockShape, Plan]]:
-    """The plans, whether they fit or not; none where FlexGen has none. Plans whose weights are all on the disk but for
-    what the device has room for, and the same with none there."""
-    if not applies(problem):
-        return
+    """The plans, whether they fit or not, of an ask for which FlexGen has plans (`Problem.wants_blocks`). Plans whose
+    weights are all on the disk but for what the device has room for, and the same with none there."""
     main = GPU.executor if problem.has_device else HOST
     gpu_batch, batches = min(blocks(problem.ask.batch, problem.ask.objective == "latency"), key=prod)
     for attends in ATTENDS if main == GPU.executor else ("device",):
         shape = BlockShape(problem, main, gpu_batch, batches, chunk_options(problem, gpu_batch)[0], attends)
-        tried = dict.fromkeys(  # weights in RAM take more of it than those on the disk
-            (weights, kv)
-            for mode in modes(shape)
-            for weights in _alone(mode.weights)
-            for kv in _alone(mode.kv)
-            if weights != IN[1]
-        )  # fmt: skip
+        # Weights and KV, each in one tier. Weights in RAM take more of it than those on the disk.
+        pairs = chain.from_iterable(product(compress(IN, mode.weights), compress(IN, mode.kv)) for mode in modes(shape))
+        tried = dict.fromkeys(pair for pair in pairs if pair[0] != IN[1])
         for weights, kv in tried:
             plan = shape.plan(weights, kv)
             if not problem.moves_chosen_values(plan):
                 yield shape, plan
                 if main == GPU.executor and weights == IN[2] and problem.fits(plan, GPU.executor):
                     yield shape, _partly_there(shape, kv, plan)
-
-
-def _alone(may: tuple[bool, bool, bool]) -> list[Shares]:
-    """All in one tier, for each tier that a mode allows."""
-    return [shares for shares, allowed in zip(IN, may, strict=True) if allowed]
 
 
 def _partly_there(shape: BlockShape, kv: Shares, least: Plan) -> Plan:

@@ -12,13 +12,13 @@ from functools import cached_property
 from itertools import pairwise
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
+from penstock.planner.cutting import Run, most_together, units
 from penstock.planner.programs.policy import Shares
 from penstock.planner.programs.whole_layers import spread_layers
 from penstock.planner.shares import split_granules
 from penstock.planner.sizes import MIN_CHUNK_ROWS, prompt_and_half_way
-from penstock.planner.solve.fill import Run, filled, units
+from penstock.planner.solve.fill import filled
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.skeleton import most_together
 from penstock.spec.format import PAGE_TOKENS
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Executor, Tier, tier_of
@@ -102,7 +102,7 @@ class BlockShape:
     def home(self) -> Plan:
         """The plan with all weights at home with the main executor. KV is too, unless the CPU attends: then it is in
         RAM, so that the plan has both executors."""
-        return self.plan(NEAR, NEAR if self.attends == "device" else (0.0, 1.0, 0.0))
+        return self.plan(NEAR, NEAR if self.attends == "device" else IN[1])
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -114,7 +114,7 @@ class BlockShape:
     def window_bytes(self) -> tuple[Mapping[Tier, float], ...]:
         """Of plans in which all KV is at home with the executor, in RAM and on the disk: memory → bytes of its
         windows."""
-        return {GPU.executor: 0.0, HOST: 0.0}, self._windows((0.0, 1.0, 0.0)), self._windows((0.0, 0.0, 1.0))
+        return {GPU.executor: 0.0, HOST: 0.0}, self._windows(IN[1]), self._windows(IN[2])
 
     def _windows(self, away: Shares) -> Mapping[Tier, float]:
         # There are two windows at most, as large as the largest layer wants them. Two layers of each kind tell that.

@@ -14,13 +14,14 @@ from itertools import chain
 
 from penstock.planner.candidate import WHOLE, Candidate
 from penstock.planner.delegation import sentences
+from penstock.planner.homes import all_there
 from penstock.planner.reasons import beside_device
 from penstock.planner.shares import all_of
 from penstock.planner.sizes import usual_chunks
 from penstock.planner.solve.ours.filling import fill_device, filled
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import Estimate, LayerWork, Shares
-from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, smallest
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton, lift_reason, smallest
 from penstock.spec.parts import Part
 from penstock.spec.places import DISK, GPU, HOST, Tier
 from penstock.spec.plan import Plan

@@ -17,25 +17,26 @@ from dataclasses import replace
 from penstock.graph import ops
 from penstock.graph.arenas import ARENA_ALIGN
 from penstock.planner.candidate import WHOLE, Candidate
+from penstock.planner.homes import reads_weights
 from penstock.planner.reasons import layers_there
 from penstock.planner.shares import share_slots
 from penstock.planner.sizes import CHUNK_ROWS, chunk_options
 from penstock.planner.solve.ours import device, filling
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.skeleton import Skeleton, device_skeleton, smallest
-from penstock.spec.part_keys import gathered_key
 from penstock.spec.parts import Part
-from penstock.spec.places import CPU, GPU, HOST, is_disk
+from penstock.spec.places import CPU, GPU, HOST
 from penstock.spec.plan import Cache, Plan
 
 _EXPERTS = ", experts with the CPU"
 NAME = WHOLE + _EXPERTS
 _MOST_POWER = 12  # of 2: rows of a pass that asks are fewer
-_LINK, _CPU = "", ", shared experts and dense FFNs too"  # who computes those that are not on the device
+# Who computes shared experts and dense FFNs that are not on the device, as words of a plan's name.
+_LINK, _CPU = "", ", shared experts and dense FFNs too"
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Plans that fit into both memories; none where the least does not."""
+    """Plans that fit into both memories; none if not even the smallest one does."""
     sizes = [
         device_skeleton(problem, rows, problem.layers, lifted=1.0, prompts=False) for rows in chunk_options(problem.ask)
     ]
@@ -44,7 +45,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         for mode in device.modes(skeleton):
             for candidate in (*_of_mode(mode, experts_there=False), *_of_mode(mode, experts_there=True)):
                 # Longer chunks save reading from the disk.
-                if skeleton.chunk_rows <= CHUNK_ROWS or _reads(candidate.plan):
+                if skeleton.chunk_rows <= CHUNK_ROWS or reads_weights(candidate.plan):
                     yield candidate
                     any_fits = True
         if any_fits and skeleton.chunk_rows <= CHUNK_ROWS:
@@ -52,13 +53,14 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 
 def _of_mode(skeleton: Skeleton, experts_there: bool) -> Iterator[Candidate]:
-    """All that may be in RAM is there, or the rest streams, or experts have caches. `experts_there`: plans with experts
-    of some layers on the device."""
+    """The candidates of one mode. All weights outside the device are in RAM, if they fit. Else there is a plan in which
+    a part of them streams, and one in which experts have caches. `experts_there`: plans with all experts of some layers
+    on the device."""
     problem = skeleton.problem
     for who, lifted in {_LINK: skeleton.lifted, _CPU: (0.0,) * problem.layers}.items():
         whole = replace(skeleton, lifted=lifted)
         plans = {"": filling.filled(whole, filling.in_ram, experts_there)}
-        if plans[""] is None or _reads(plans[""]):
+        if plans[""] is None or reads_weights(plans[""]):
             plans = {", streamed": plans[""], ", in caches": filling.filled(whole, filling.caching, experts_there)}
         fitting = {where: plan for where, plan in plans.items() if plan is not None}
         for where, plan in fitting.items():
@@ -68,14 +70,14 @@ def _of_mode(skeleton: Skeleton, experts_there: bool) -> Iterator[Candidate]:
             break
     cached = _cached_there(skeleton) if experts_there else None
     if cached is not None:
-        where = " and in RAM" if _reads(cached) else ""
+        where = " and in RAM" if reads_weights(cached) else ""
         yield _candidate(cached, f", in caches on the device{where}", _LINK, skeleton)
 
 
 def _cached_there(skeleton: Skeleton) -> Plan | None:
-    """All that is not an expert on the device, slots for experts in what its memory has left, and every expert in RAM,
-    or in caches there over the disk. None where that does not fit, or where all experts would have slots on the
-    device."""
+    """The plan with a cache for experts on the device, in the room that all other weights leave there. Every expert is
+    in RAM, or RAM has caches over the disk. None if that does not fit, or if the device's cache would hold all
+    experts."""
     problem = skeleton.problem
     experts = problem.of_kind("experts")
     if problem.may_stay is not None:
@@ -112,11 +114,6 @@ def _lifted_rows(problem: Problem, part: Part) -> int:
         if lift_s + there_s <= cpu_s:
             return rows
     return 1 << _MOST_POWER
-
-
-def _reads(plan: Plan) -> bool:
-    """Whether some weights but embedding rows are at home on a disk."""
-    return any(is_disk(unit.home) and unit.part != gathered_key(plan.target.spec) for unit in plan.units)
 
 
 def _ffn_elsewhere(plan: Plan) -> bool:

@@ -13,13 +13,13 @@ from itertools import chain, islice
 
 from penstock.graph.arenas import ARENA_ALIGN, Layout
 from penstock.planner.candidate import Candidate
+from penstock.planner.guests import leaves_room, still_streamed, with_guests
 from penstock.planner.reasons import without_device
 from penstock.planner.shares import Resident
 from penstock.planner.shorten import kv_moved, staying, streamed
 from penstock.planner.sizes import CHUNK_ROWS, MIN_CHUNK_ROWS, chunk_options, prompt_and_half_way
 from penstock.planner.solve.ours.asking import HOT_SHARES, RECENT_SHARES, asking, may_ask, scattered
 from penstock.planner.solve.ours.filling import caching, partly_in_ram
-from penstock.planner.solve.ours.guests import leaves_room, still_streamed, with_guests
 from penstock.planner.solve.problem import Problem, too_little
 from penstock.planner.solve.skeleton import Skeleton
 from penstock.spec.ask import Ask
@@ -29,7 +29,9 @@ from penstock.spec.plan import Plan
 from penstock.units import MIB, format_mib_up
 
 MAX_RING_BYTES = 256 * MIB
-_USUAL_RING_BYTES = 64 * MIB  # of plans with KV on the disk where all of it fits into memory, one ring is tried
+# Of equally fast plans the one that reads least is taken, which has a small ring. So where one ring is tried alone, it
+# has this size.
+USUAL_RING_BYTES = 64 * MIB
 _LESS = 0.9  # of what is read with all KV in memory. KV on the disk is written too, and its loads are small
 
 
@@ -75,8 +77,8 @@ def candidates(problem: Problem, near_ring_bytes: int | None = None) -> Iterator
     any_found, wanted = False, None if near_ring_bytes is None else 1
     reading: list[Plan] = []  # that keep all KV in memory and have weights on the disk
     for in_memory in _kv_options(problem):
-        if reading:  # so all KV has room, and weights would be a better use of it
-            near_ring_bytes, wanted = _USUAL_RING_BYTES, 1
+        if reading:  # all KV has room in memory; with KV on the disk, weights would have that room
+            near_ring_bytes, wanted = USUAL_RING_BYTES, 1
         for chunk_rows in chunk_options(problem.ask):
             least_ring, *rings = ring_options(problem)
             if near_ring_bytes is not None:

@@ -45,9 +45,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
             yield _candidate(problem, *whole)
             if whole[0].home == GPU.executor:
                 return
-        partial = _partial(problem, pipeline) if problem.ask.resident_bytes is None else None
-        if partial is not None:
-            yield _candidate(problem, *partial)
+        partly = _partial(problem, pipeline) if problem.ask.resident_bytes is None else None
+        if partly is not None:
+            yield _candidate(problem, *partly)
 
 
 def plan(

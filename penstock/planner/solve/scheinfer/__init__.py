@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from penstock.planner.candidate import Candidate
+from penstock.planner.homes import all_there
 from penstock.planner.paper_reasons import in_slices
 from penstock.planner.programs.slicing import Option, assign, best_r_cg
 from penstock.planner.shares import Resident, share_out
@@ -26,7 +27,7 @@ from penstock.planner.sizes import page_tokens, shared_tokens, usual_chunks
 from penstock.planner.solve.problem import Problem
 from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
 from penstock.planner.solve.scheinfer.rows import best_rows, with_rows
-from penstock.planner.solve.skeleton import Skeleton, all_there, device_skeleton, lift_reason, within_device
+from penstock.planner.solve.skeleton import Skeleton, device_skeleton, lift_reason, within_device
 from penstock.spec.model import Layer
 from penstock.spec.parts import Part
 from penstock.spec.places import GPU
@@ -167,8 +168,9 @@ def _options(
     work: LayerWork, layer: Layer, both: tuple[Part, Part], skeleton: Skeleton, wanted: SliceRules
 ) -> list[Kept]:
     """What a layer may keep, the option that keeps least first. `both`: its attention and its FFN."""
-    attn, ffn = both
-    kv_bytes = _kv_bytes(skeleton, layer)
+    (attn, ffn), problem, a = both, skeleton.problem, layer.attention
+    tokens = shared_tokens(problem.ask, page_tokens(problem.context))
+    kv_bytes = 2 * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
     steps, options = list(work.chunks(skeleton.chunk_rows)), []
     for attends in wanted.attends:
         decode = work.ffn(layer, work.decode(), Shares(attends=attends))
@@ -178,15 +180,8 @@ def _options(
             r_gg = granules / ffn.granules
             r_cg, decode_s = best_r_cg(decode, r_gg)
             none, every = (sum(count * block.period_s(r, r_gg) for count, block in chunks) for r in (r_cg, 1 - r_gg))
-            options.append(Kept(attends, granules, nbytes, work.problem.ask.output_tokens * decode_s, (none, every)))
+            options.append(Kept(attends, granules, nbytes, problem.ask.output_tokens * decode_s, (none, every)))
     return options
-
-
-def _kv_bytes(skeleton: Skeleton, layer: Layer) -> int:
-    """Bytes of a layer's K and V of all sequences, in whole pages."""
-    problem, a = skeleton.problem, layer.attention
-    tokens = shared_tokens(problem.ask, page_tokens(problem.context))
-    return 2 * tokens * a.kv_heads * problem.kv.kv_bytes(a.head_dim)
 
 
 def _reasons(plan: Plan, slices: Slices, work: LayerWork) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.graph import ops
-from penstock.graph.batch import Batch
 from penstock.graph.lower import Lowering
+from penstock.graph.passes import one_batch
 from penstock.graph.tasks import Pass
 from penstock.planner.programs.slicing import FfnBlock, Lanes, SliceTime, Times, best_r_cg, finish_s
 from penstock.planner.shares import all_of
@@ -29,13 +29,6 @@ from penstock.spec.parts import GRANULE_ROWS, WIDE_ROWS, Part
 from penstock.spec.places import CPU, DISK, GPU, HOST, Lane, Tier
 
 _SLICES = 3  # GG, CG and CC, which the FFN of a lowered plan has in equal shares
-
-
-def one_batch(purpose: str, seqs: int, rows: int, start: int) -> Pass:
-    """A pass of one batch of `seqs` sequences, each with `rows` rows from position `start` on. Logits are wanted of
-    each sequence's last row."""
-    last = tuple(range(rows - 1, seqs * rows, rows))
-    return Pass(purpose, (Batch(0, tuple(range(seqs)), (start,) * seqs, (rows,) * seqs, last),), None)
 
 
 @dataclass(frozen=True, slots=True)

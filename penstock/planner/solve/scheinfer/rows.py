@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, takewhile
 
+from penstock.graph.passes import one_batch
 from penstock.graph.tasks import Pass
 from penstock.planner.programs.slicing import best_n_g
 from penstock.planner.solve.problem import Problem
-from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares, one_batch
+from penstock.planner.solve.scheinfer.layer_work import LayerWork, Shares
 from penstock.spec.model import Layer
 from penstock.spec.places import GPU
 from penstock.spec.plan import DeviceRows, Plan, Unit
@@ -21,9 +22,9 @@ Sliced = tuple[Layer, bool, float, float]  # a layer, whether the device attends
 
 
 def with_rows(problem: Problem, plan: Plan, share: bool) -> Plan | None:
-    """The plan with an n_g for each layer and length of a chunk: the best one, or without `share` all rows or none.
-    None where no layer has units in RAM that the CPU computes in decode and the device where prompts are read, or where
-    the tables make no difference."""
+    """The plan with a table for each layer: length of a chunk → n_g, the rows that the device computes. It is the best
+    n_g, or without `share` the better of all rows and none. None if there is nothing to share: no layer has units in
+    RAM that the CPU computes in decode and the device in prompts. None too if the tables make no difference."""
     work = LayerWork(problem, plan.ring_bytes.get(GPU.executor, 0))
     known: dict[Sliced, tuple[tuple[int, int], ...]] = {}
     tables = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,7 +201,7 @@ class _Layers:
         """The rates of attention over KV in this format, which these layers have."""
         return attention_rates(GPU.kernels, kv, lambda rows, start: self._time(rows, start, ("attend",)), tell)
 
-    def _fits(self, ops: Sequence[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
+    def _fits(self, ops: Collection[str], rows: Sequence[int], over: str, tell: Tell) -> dict[str, Fit]:
         """For each op a line of seconds over `over`, "bytes" or "flops"."""
         timed = [t for n in rows for t in self._time(n, 0 if n > 1 else CONTEXT // 2, ops)]
         lines = {op: fit([(getattr(t, over), t.seconds) for t in timed if t.op == op]) for op in ops}
@@ -210,7 +210,7 @@ class _Layers:
                 tell(f"{op}, {self._kind}, {rows[-1]} rows, device: r² {line.r2:.2f}")
         return lines
 
-    def _time(self, rows: int, start: int, ops: Sequence[str]) -> list[TimedOp]:
+    def _time(self, rows: int, start: int, ops: Collection[str]) -> list[TimedOp]:
         """Times per op and size. All calls of one size are timed as one run through the layers, which are more than a
         cache holds."""
         batch = Batch(0, (0,), (start,), (rows,), tuple(range(rows))[-64:])

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from penstock.graph.arenas import Layout, with_arenas
 from penstock.graph.guests import Pool, is_guest, may_have_guests
-from penstock.planner.solve.fill import Run, units
+from penstock.planner.cutting import Run, units
 from penstock.spec.ask import Ask
 from penstock.spec.format import PAGE_TOKENS
 from penstock.spec.parts import PAGE_BYTES, Part
@@ -26,10 +26,11 @@ _LEAST_SHARE = 0.05
 
 
 def with_guests(plan: Plan, ask: Ask) -> Plan:
-    """The plan with units that may stay in KV pages, in place of some of the FFNs' units on the disk. The same plan
-    where there may be none, and where they would be a twentieth or less of what streams. A single sequence reaches as
-    many pages as the ask has tokens, and units may stay in the others. It has smaller pages where these leave room for
-    a twentieth more. Only where units lie changes, and no arena grows but for scratch."""
+    """The plan with guests: some of the FFNs' units on the disk are cut anew so that they may stay in KV pages. The
+    plan stays as it is if it may have no guests, or if these would be a twentieth or less of the bytes that stream.
+
+    A single sequence uses as many pages as the ask has tokens, and guests have the others. Such a plan has smaller
+    pages if these make room for a twentieth more. No arena grows but scratch."""
     if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
     best = plan
