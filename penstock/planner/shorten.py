@@ -27,7 +27,7 @@ from penstock.planner.predict import ExpertUse, Prediction, Spread, half_way, lo
 from penstock.planner.routing import RouterTrace
 from penstock.planner.simulate import Lowered
 from penstock.spec.ask import Ask
-from penstock.spec.format import Mixed
+from penstock.spec.format import Format, Mixed
 from penstock.spec.machine import MachineSpec
 from penstock.spec.part_keys import gathered_key
 from penstock.spec.places import Lane, is_disk
@@ -169,7 +169,7 @@ def _choose(plan: Plan, asked: Sequence[float], there: Collection[int]) -> list[
     count = len(plan.target.spec.layers)
     if len({unit.home for unit in plan.units if is_disk(unit.home)}) > 1:
         return None  # short plans might miss the layers that lie on one of the disks
-    if isinstance(plan.target.weights, Mixed):
+    if not _formats_alike(plan):
         return None  # layers differ in their bytes
     if (plan.predictors and plan.sparsity != "predict") or (not asked and any(unit.asked for unit in plan.units)):
         return None  # layers differ in how many of their neurons are active
@@ -195,6 +195,17 @@ def _choose(plan: Plan, asked: Sequence[float], there: Collection[int]) -> list[
     runs = (run for span in spans for run in _split(plan, range(*span)))
     chosen = [_run(plan, run, decode_bytes, ring_layers, least, asked=asked) for run in runs]
     return chosen if any(run.far for run in chosen) else None
+
+
+def _formats_alike(plan: Plan) -> bool:
+    """Whether a matrix has the same format in every layer, as in gpt-oss, of which experts alone are in mxfp4."""
+    if not isinstance(plan.target.weights, Mixed):
+        return True
+    formats: dict[tuple[str, str], set[Format]] = {}
+    for part in plan.parts.values():
+        for block in part.blocks if part.layer >= 0 else ():
+            formats.setdefault((part.kind, block.name), set()).add(block.format)
+    return all(len(each) == 1 for each in formats.values())
 
 
 def _split(plan: Plan, run: range) -> list[range]:

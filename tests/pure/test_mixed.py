@@ -12,6 +12,10 @@ from penstock.graph.lower import Lowering
 from penstock.graph.passes import decode
 from penstock.graph.resident import resident_plan
 from penstock.planner.cost import Cost
+from penstock.planner.predict import predict
+from penstock.planner.shorten import quick, short
+from penstock.planner.solve import settle_context
+from penstock.planner.solve.ours import ram
 from penstock.planner.solve.problem import Problem
 from penstock.planner.what_if import other_formats
 from penstock.spec import plan as plans
@@ -21,6 +25,7 @@ from penstock.spec.machine import Capacity, MachineSpec, Rate
 from penstock.spec.model import Attention, FfnSpec, Layer, ModelSpec, NormSpec, Rope
 from penstock.spec.parts import MIXED, parts
 from penstock.store import manifest as manifests
+from penstock.units import MIB
 from tests.pure.machine import MACHINE
 
 Q4_K, Q6_K = parse_format("q4_k"), parse_format("q6_k")
@@ -49,6 +54,20 @@ def test_a_mixture_is_a_table_of_blocks() -> None:
     bias = replace(SPEC, layers=(replace(LAYER, attention=replace(LAYER.attention, qkv_bias=True)),))
     part = next(p for p in parts(bias, MIXTURE) if p.kind == "attn")
     assert part.block("q_bias").format == FLOAT32 and kinds_name(part.kinds()) == "q4_k+q6_k"
+
+
+def test_layers_of_a_mixture_that_are_alike_are_predicted_by_few_of_them() -> None:
+    """As in gpt-oss, whose experts are in another format than all else. Layers that differ are simulated themselves."""
+    ffn = replace(LAYER.ffns[0], neurons=1 << 14)
+    spec = replace(SPEC, layers=(replace(LAYER, ffn=ffn),) * 60)
+    of_kinds = {name: Q6_K if ".ffn." in name else Q4_K for name in table(spec)}
+    ask = settle_context(Ask(prompt_tokens=40, output_tokens=8, context=300, host_memory_bytes=300 * MIB), spec)
+    for formats, few in ((of_kinds, True), (of_kinds | {"7.ffn.down": Q4_K}, False)):
+        candidates = ram.candidates(Problem(ask, spec, mixture(formats), MACHINE), near_ring_bytes=8 * MIB)
+        plan = next(each.plan for each in candidates)
+        assert (len(short(plan).target.spec.layers) < 30) == few
+        told, whole = quick(plan, ask, MACHINE, spread=False), predict(plan, ask, MACHINE, spread=False)
+        assert told.total_s == pytest.approx(whole.total_s, rel=0.03 if few else 1e-12)
 
 
 def test_a_mixture_of_nothing_is_refused() -> None:
