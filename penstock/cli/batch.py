@@ -88,7 +88,7 @@ def batch(
     plan = given_plan(plan_file, machine, work)
     work.ask(machine)  # raises for wrong flags before a first use packs for minutes
     out = file_to_write(answers, "OUT")
-    sparsity = work.sparsity if plan is None else plan.sparsity
+    sparsity = work.sparsity_of(plan)
     # A plan of a file is for a packed model, and nodes are told its checksum.
     unpacked = plan is None and nodes is None
     with ExitStack() as stack:
@@ -147,14 +147,14 @@ def _require_packages(nodes: int | None, plan_file: str | None) -> None:
 
 @dataclass(frozen=True)
 class _Terms:
-    """What decides how lines are answered, beside the lines.
+    """Everything beside a line that decides its answer.
 
-    names       by which lines may call the model; answers bear the first one
+    names       names by which lines may call the model; answers bear the first one
     context     the most tokens of a sequence
-    max_tokens  of an answer whose line names no length
-    kv          formats of keys and values, of the plan or as asked
-    sparsity    of the plan, or as asked
-    share       of the positions whose values attention adds up; 1.0 for all
+    max_tokens  the most tokens of an answer whose line names no length
+    kv          the formats of keys and values: the given plan's, or as asked
+    sparsity    the given plan's sparsity, or as asked
+    share       the share of positions whose values attention adds up; 1.0 for all
     left_out    a name of the predictors or levels that decide which neurons are left out; "" without any
     """
 
@@ -175,7 +175,7 @@ class _Terms:
         from penstock.serve.batch.what_is_left_out import what_is_left_out
 
         spec = source.spec(not machine.no_verify)
-        most, sparsity = spec.max_positions, work.sparsity if plan is None else plan.sparsity
+        most, sparsity = spec.max_positions, work.sparsity_of(plan)
         left_out = what_is_left_out(sparsity, source.folder, spec, plan)
         context = min(work.named_context or most, most)
         if plan is None:

@@ -119,7 +119,7 @@ def _measured(
 ) -> Result:  # fmt: skip
     """`penstock bench MODEL`: what answers of this model took. Raises BadRequest, and as `packed_model` and
     `loaded`."""
-    sparsity = work.sparsity if plan is None else plan.sparsity
+    sparsity = work.sparsity_of(plan)
     source = packed_model(model, weights, machine, cache_limit, sparsity=sparsity, plan=plan)
     from penstock.serve.bench import WantedRun, bench
 

@@ -43,7 +43,7 @@ def eval_(
     work.refuse_sizes("eval scores")
     text, plan = read_text(file), given_plan(plan_file, machine, work)
     ask = work.ask(machine)  # raises for wrong flags, before a first use packs for minutes
-    sparsity = work.sparsity if plan is None else plan.sparsity
+    sparsity = work.sparsity_of(plan)
     from penstock.serve.evaluate import evaluate
     from penstock.serve.windows import in_windows
 

@@ -170,6 +170,10 @@ class Workload:
             raise BadRequest("'--context' 0: it should be 1 or more, or -1 for as many tokens as cost no speed")
         return None if self.context == GROWING else self.context
 
+    def sparsity_of(self, plan: Plan | None) -> str:
+        """What is done about neurons that do not fire: as a given plan says, or else as the flag does."""
+        return self.sparsity if plan is None else plan.sparsity
+
     def refuse_sizes(self, command: str) -> None:
         """Raises BadRequest if a flag names a size of the work. `command`: what it does with a text in windows of 512
         tokens, for which all sizes are settled."""

@@ -117,7 +117,7 @@ def run(
         text = "" if chatting else read_prompt(prompt)
         # A plan of a file is for a packed model, and so are answers.
         unpacked = plan is None and record is None
-        sparsity = work.sparsity if plan is None else plan.sparsity
+        sparsity = work.sparsity_of(plan)
         more = None if record is None else require_answers
         source = packed_model(model, weights, machine, cache_limit, not asking.raw, unpacked, sparsity, plan, more)
         at_end.callback(source.close)  # what is refused before an engine has it leaves no small files behind

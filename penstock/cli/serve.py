@@ -159,7 +159,7 @@ def _serve(
     def load(called: str) -> Loaded:
         # KV that is kept is found by the checksums of a packed copy, and a plan of a file is for one.
         unpacked = plan is None and kept is None
-        how: Any = {"sparsity": work.sparsity if plan is None else plan.sparsity, "plan": plan, "ends": ends}
+        how: Any = {"sparsity": work.sparsity_of(plan), "plan": plan, "ends": ends}
         source = packed_model(paths[called], weights, machine, cache_limit, True, unpacked, **how)
         return _load(called, source, ask, machine, plan, serving, kept, ends)
 

@@ -139,6 +139,13 @@ def _weights(plan: Plan) -> list[str]:
     return lines
 
 
+def beside_arenas(plan: Plan, tier: Tier) -> list[tuple[str, int]]:
+    """(label, bytes) of what a tier holds beside its arenas."""
+    if tier == HOST:
+        return [("the process itself", plan.process_bytes)]
+    return [("its driver and libraries", plan.context_bytes)] if plan.context_bytes else []
+
+
 def _memory(plan: Plan, tier_limits: tuple[Limit, ...], arenas: bool) -> list[str]:
     """Lines with the bytes that the plan takes of each tier, the tier's limit, and with `arenas` the bytes of each."""
     of = {limit.tier: limit.limit_bytes for limit in tier_limits}
@@ -149,10 +156,7 @@ def _memory(plan: Plan, tier_limits: tuple[Limit, ...], arenas: bool) -> list[st
         limit = f" of {format_bytes(of[tier])}" if tier in of else ""
         lines.append(f"{'memory of ' + tier_name(tier):38}{format_bytes(total):>14}{limit}")
         entries = [(ARENAS[a.name.split(".")[1]], a.bytes) for a in plan.arenas if a.tier == tier]
-        if tier == HOST:
-            entries.append(("the process itself", plan.process_bytes))
-        elif plan.context_bytes:
-            entries.append(("its driver and libraries", plan.context_bytes))
+        entries += beside_arenas(plan, tier)
         if arenas:
             lines += [f"  {what:36}{format_bytes(nbytes):>14}" for what, nbytes in entries]
     for each in tier_limits:

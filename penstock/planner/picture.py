@@ -7,14 +7,25 @@ import textwrap
 from collections.abc import Sequence
 from html import escape
 
-from penstock.planner.explain import ARENAS, Band, Limit, lane_name, limits, rate, rates, spread, tier_name
+from penstock.planner.explain import (
+    ARENAS,
+    Band,
+    Limit,
+    beside_arenas,
+    lane_name,
+    limits,
+    rate,
+    rates,
+    spread,
+    tier_name,
+)
 from penstock.planner.frontier import Point
 from penstock.planner.lanes import DecodePass, Stretch, decode_pass
 from penstock.planner.solve import Solved
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
 from penstock.spec.part_keys import gathered_key
-from penstock.spec.places import DISK, GPU, HOST, is_disk, nearness
+from penstock.spec.places import DISK, GPU, is_disk, nearness
 from penstock.spec.plan import Plan
 from penstock.units import format_bytes, format_seconds
 
@@ -133,10 +144,7 @@ def _memory_rows(plan: Plan, limit: Limit) -> list[Row]:
             key = (ARENAS[what], _COLOURS[what]) if what in _COLOURS else _WORK_SPACE
             sums[key] = sums.get(key, 0) + arena.bytes
     rows = [(label, colour, nbytes) for (label, colour), nbytes in sums.items()]
-    if limit.tier == HOST:
-        rows.append(("the process itself", "gray", plan.process_bytes))
-    elif plan.context_bytes:
-        rows.append(("its driver and libraries", "gray", plan.context_bytes))
+    rows += [(label, "gray", nbytes) for label, nbytes in beside_arenas(plan, limit.tier)]
     return [*rows, ("free", "free", max(0, limit.limit_bytes - limit.used_bytes))] if rows else []
 
 

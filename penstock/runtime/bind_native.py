@@ -65,7 +65,7 @@ class NativeBinding(NativeOps):
         self._bound.clear()
 
     def run(self, task: Task) -> None:
-        if self.on_route is not None or self.on_fired is not None:
+        if self.hears:
             super().run(task)
             return
         if task.like < 0:

@@ -56,7 +56,7 @@ class OpenPassRunner:
     def can(self, open_pass: OpenPass) -> bool:
         """Whether the pass can be run here: all its calls are native, and nobody wants to hear of each as it ends."""
         binding = self._binding
-        if binding.on_route is not None or binding.on_fired is not None or not self._reader.reads_directly:
+        if binding.hears or not self._reader.reads_directly:
             return False
         if open_pass.shape not in self._bound:
             while len(self._bound) >= _KEPT:

@@ -51,7 +51,7 @@ class Tally:
     def take(self, step: Step, silent: int, cached_tokens: int, taken_s: float) -> None:
         """A pass that took `taken_s`. `silent`: so many of its requests say nothing, though the scheduler counts a
         token. `cached_tokens`: of the requests that began with it."""
-        rows = [each for members in step.rows for each in members]
+        rows = step.every_row
         self.tokens.prompt += sum(each.tokens for each in rows if each.reads)
         self.tokens.output += sum(each.says for each in rows) - silent
         self.tokens.cached += cached_tokens

@@ -24,7 +24,7 @@ class DecodeClock:
     def hear(self, step: Step) -> None:
         """Adds a pass. One with rows of prompts counts for nothing: its tokens are no decoding."""
         start_s, self._end_s = self._end_s, time.perf_counter()
-        rows = [each for members in step.rows for each in members]
+        rows = step.every_row
         if any(each.reads for each in rows):
             return
         self.seconds += self._end_s - start_s

@@ -108,7 +108,7 @@ class Engine:
         """Plans, then loads. Raises DoesNotFit before anything is loaded; DamagedModel here and in later passes;
         BadRequest for a given plan that makes no sense or is for another model; StorageFailed, DeviceFailed."""
         packed = open_packed(folder, how.verify)
-        if (ask.sparsity if how.plan is None else how.plan.sparsity) == "predict":
+        if how.sparsity(ask) == "predict":
             check_sparsity(replace(ask, sparsity="predict"), packed.spec, None)  # advises no training where none helps
             packed = with_predictors(packed)
         return cls._loaded(packed, plan_here(ask, packed, how, on_progress), on_progress)

@@ -111,7 +111,7 @@ def first_passes(plan: Plan, prompt: Ids, count: int, output: int) -> list[Pass]
     firsts, waiting = list[Pass](), set(range(count))
     while waiting and (step := scheduler.next(0.0)) is not None:
         firsts.append(step.taken)
-        waiting -= {each.request for rows in step.rows for each in rows if each.says}
+        waiting -= {each.request for each in step.every_row if each.says}
         scheduler.end([request for request, said in scheduler.said.items() if said == most])
     return firsts
 
@@ -138,7 +138,7 @@ class VirtualClock:
         """Takes the next pass. False if no request wants one."""
         if (step := self._scheduler.next(self.now_s)) is None:
             return False
-        rows = [each for members in step.rows for each in members]
+        rows = step.every_row
         for each in rows:
             self.begin_s.setdefault(each.request, self.now_s)
         self.now_s += _pass_s(rows, self._times)

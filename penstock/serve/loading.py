@@ -37,13 +37,17 @@ from penstock.units import MIB, format_bytes, format_mib_up, round_up
 class Loading(Running):
     """How a model is loaded.
 
-    `machine`: its figures; None for this one, which is probed once. `beside_bytes`: memory that the process takes for
-    other things than this model, such as a server's libraries. `guide_bytes`: of these for the process that holds
-    answers to JSON schemas. `device`: auto, cuda, none, emulated, or one that was chosen already. `cache`: the folder
-    of machine files and of KV on a disk; None for the user's. `plan`: is taken as it is; None to make one. `family`:
-    the plan of another system is wanted, one of `planner.families.FAMILIES`. `verify`: every byte is compared with its
-    checksum when it is read first. `tokenizer`: the model's, where it is open already. `prompt`: the ids of the prompt
-    that is answered first, where it is known. If all weights stay in RAM, it is read while they are loaded.
+    machine       the machine's figures; None for those of this machine, which is probed once
+    device        auto, cuda, none, emulated, or a device that was chosen already
+    cache         the folder of machine files and of KV on a disk; None for the user's
+    plan          a plan that is taken as it is; None to make one
+    family        the system whose plan is wanted, one of `planner.families.FAMILIES`; None for the best plan
+    verify        whether every byte is compared with its checksum when it is read first
+    tokenizer     the model's tokenizer, if it is open already
+    beside_bytes  memory that the process takes for other things than this model, such as a server's libraries
+    guide_bytes   the part of `beside_bytes` that the process takes which holds answers to JSON schemas
+    prompt        the ids of the prompt that is answered first; () if it is not known. If all weights stay in RAM, the
+                  prompt is read while they are loaded
     """
 
     machine: MachineSpec | None = None
@@ -60,6 +64,10 @@ class Loading(Running):
     @property
     def cache_folder(self) -> Path:
         return self.cache or default_cache()
+
+    def sparsity(self, ask: Ask) -> str:
+        """What is done about neurons that do not fire: as the given plan says, or else the ask."""
+        return ask.sparsity if self.plan is None else self.plan.sparsity
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,8 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     """Plans a packed model for this machine, or takes `how.plan`. Raises DoesNotFit, and BadRequest for a plan that
     makes no sense, is for another model, or needs a device that is not here."""
     _require_limit(ask)
-    firing = firing_of(packed.folder, packed.spec, ask.sparsity if how.plan is None else how.plan.sparsity)
+    sparsity = how.sparsity(ask)
+    firing = firing_of(packed.folder, packed.spec, sparsity)
     if how.plan is not None:
         check_plan(how.plan, packed.spec, packed.weights)
     elif ask.host_memory_bytes is not None:  # checked before the probe, which may take a minute
@@ -150,7 +159,6 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     if how.beside_bytes:
         beside = replace(chosen.machine, process_bytes=chosen.machine.process_bytes + how.beside_bytes)
         chosen = replace(chosen, machine=beside)
-    sparsity = ask.sparsity if how.plan is None else how.plan.sparsity
     shown, context_told = Lately(chosen.machine, chosen.machine), None
     if file is not None:
         shown = as_runs_show(file, chosen.machine, packed.weights.name, sparsity_of(sparsity, packed.spec))
@@ -162,7 +170,6 @@ def plan_here(ask: Ask, packed: Packed, how: Loading, on_progress: Progress | No
     elif how.plan is None:
         ask, solved, context_told = _solved(ask, packed, chosen.machine, trace, firing)
     else:
-        assert how.plan is not None
         solved = _as_given(how.plan, ask, packed, chosen, firing, trace)
     return Planned(ask, how, solved, chosen, file, shown, trace, context_told)
 

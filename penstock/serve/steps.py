@@ -41,10 +41,15 @@ class Step(NamedTuple):
     moves: tuple[Move, ...] = ()
 
     @property
+    def every_row(self) -> list[Rows]:
+        """The rows of all batches."""
+        return [each for rows in self.rows for each in rows]
+
+    @property
     def kind(self) -> tuple[int, int] | None:
         """(answers, rows of prompts). None where pages move, or hidden states or logits of more than the last row are
         wanted: the time of such a pass belongs to no prompt and no answer."""
-        every = [r for rows in self.rows for r in rows]
+        every = self.every_row
         if self.moves or any(r.hidden or r.logits > 1 for r in every):
             return None
         return sum(not r.reads for r in every), sum(r.tokens for r in every if r.reads)

@@ -9,7 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as Core
 
-_BROKEN = "\ufffd"  # what a decoder writes for bytes that are not UTF-8
+from penstock.store.byte_level import byte_characters
+
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are not UTF-8
 # Decoders with which each token but the first adds the same bytes, whatever stands beside it. The others (WordPiece,
 # BPEDecoder, CTC) drop or add spaces between tokens.
 _PLAIN = {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Strip", "Replace", "Metaspace"}
@@ -31,7 +33,7 @@ def token_bytes(core: Core, left_out: Collection[int], byte_tokens: Collection[i
     anchor = next((i for i in possible if core.decode([i]) == "a"), None)
     if anchor is None:
         return None
-    table = _byte_level_table() if "ByteLevel" in kinds else {}
+    table = {character: byte for byte, character in enumerate(byte_characters())} if "ByteLevel" in kinds else {}
     spelled: list[bytes] = []
     for lo in range(0, size, _BATCH):
         ids = range(lo, min(lo + _BATCH, size))
@@ -42,7 +44,7 @@ def token_bytes(core: Core, left_out: Collection[int], byte_tokens: Collection[i
                 spelled.append(b"")
             elif i in byte_tokens:
                 spelled.append(bytes([int(name[3:5], 16)]))
-            elif _BROKEN not in text:
+            elif BROKEN not in text:
                 spelled.append(text[1:].encode())
             else:
                 known = all(character in table for character in name)
@@ -58,10 +60,3 @@ def _kinds(state: Any) -> Iterator[str]:
     yield state["type"]
     for inner in state.get("decoders", ()):
         yield from _kinds(inner)
-
-
-def _byte_level_table() -> dict[str, int]:
-    """GPT-2's table: the printable character that stands for each byte."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return {chr(byte) if byte in kept else chr(next(others)): byte for byte in range(256)}

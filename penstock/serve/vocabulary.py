@@ -26,13 +26,12 @@ from penstock.serve.text_files import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from penstock.serve.token_bytes import token_bytes
+from penstock.serve.token_bytes import BROKEN, token_bytes
 from penstock.serve.tools.budget import THOUGHT_ENDS
 from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, thinks, writing_of
 from penstock.store.files import read_bytes, read_json
 
 # A decoder writes this for bytes that are not UTF-8, so also for half a character.
-_BROKEN = "\ufffd"
 # The state of a stream: the ids of its window, how many of them are out already, and the text of these. `TextStream`
 # keeps it, for the child remembers nothing from one request to the next.
 StreamState = tuple[list[int], int, str]
@@ -133,7 +132,7 @@ class Vocabulary:
         if window and not (0 <= window[-1] < 2**32 and self._core.id_to_token(window[-1]) is not None):
             return "", (window[:-1], out, out_text)
         text = self.decode(window, skip_special=True)
-        if text.endswith(_BROKEN) and not at_end:
+        if text.endswith(BROKEN) and not at_end:
             return None
         piece = text[len(out_text) :]
         newest = window[out:]

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 
 from penstock.errors import BadRequest
 from penstock.spec import codec
-from penstock.spec.answers import all_guessable, all_possible
-from penstock.spec.model import FfnSpec, ModelSpec
+from penstock.spec.answers import all_guessable, all_possible, neurons_of_all
+from penstock.spec.model import ModelSpec
 
 SCHEMA, VERSION = "penstock.profile", 1
 BEGINS = re.compile(rf'\s*\{{\s*"schema"\s*:\s*"{re.escape(SCHEMA)}/')  # how a profile's file begins
@@ -125,8 +125,7 @@ class Profile:
                 raise BadRequest(f"{where} is damaged: its level of layer {each.layer} makes no sense")
 
     def _check_neurons(self, spec: ModelSpec, where: str) -> None:
-        wanted = [layer.ffn.neurons for layer in spec.layers if isinstance(layer.ffn, FfnSpec)] if spec.fires else []
-        if [(each.layer, each.neurons) for each in self.neurons] != list(enumerate(wanted)):
+        if [(each.layer, each.neurons) for each in self.neurons] != list(enumerate(neurons_of_all(spec))):
             raise BadRequest(f"{where} is the profile of another model: its neurons differ")
         for each in self.neurons:
             try:

@@ -29,6 +29,7 @@ from penstock.models import TensorSource, own_weights, sources
 from penstock.spec.format import TILE_ROWS, Format
 from penstock.spec.model import RELUS, ModelSpec
 from penstock.spec.parts import Block, Part, parts
+from penstock.store.byte_level import byte_characters
 from penstock.store.files import read_bytes
 from penstock.store.manifest import CONFIG, MAX_CONFIG_BYTES
 from penstock.store.packed import read_config
@@ -336,7 +337,7 @@ def byte_tokenizer(spec: ModelSpec) -> dict[str, bytes]:
 
     A vocabulary below 258 has no bos and eos, one below 256 only the first bytes.
     """
-    vocab = {character: i for i, character in enumerate(_byte_characters()) if i < spec.vocab}
+    vocab = {character: i for i, character in enumerate(byte_characters()) if i < spec.vocab}
     special = {BOS: 256, EOS: 257} if spec.vocab >= 258 else {}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -362,10 +363,3 @@ def byte_tokenizer(spec: ModelSpec) -> dict[str, bytes]:
         generation = {"bos_token_id": special[BOS], "eos_token_id": special[EOS]}
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
     return {name: (json.dumps(content, indent=1) + "\n").encode() for name, content in files.items()}
-
-
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2's table)."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
