@@ -104,9 +104,9 @@ class KvLayout:
         return slots
 
     def spans(self, layer: int, batch: Batch, save: bool) -> list[tuple[int, int]]:
-        """Byte ranges within `slots` that a batch's `kv_load` (or `kv_save`) moves. They are the same for K and for V:
-        the pages before the batch's rows (or, of the pages with its rows, what lies between the first byte of the first
-        row and the last byte of the last one), for a disk in whole blocks."""
+        """The byte ranges within `slots` that a batch's `kv_load` moves, or with `save` its `kv_save`. They are the
+        same for K and for V. A load moves the pages before the batch's rows. A save moves the bytes from the batch's
+        first row to its last one. On a disk either is rounded to whole blocks."""
         if self.shares_pages(batch):
             return self._shared_spans(layer, batch, save)
         seq_bytes = self.pages_per_seq * self.page_bytes(layer, self.home(layer, batch))

@@ -81,11 +81,12 @@ def stand_in(hub: Hub, listing: Listing, choice: Choice) -> Iterator[Path]:
 
 @contextmanager
 def peek_each(several: Several, where: Where, tell: Tell | None = None) -> Iterator[Callable[[Choice], Peeked]]:
-    """Yields a function that gives, for each of several GGUF files of a repository, what a plan may read in its place.
+    """Yields a function from a choice among a repository's GGUF files to what a plan may read in its place.
 
-    They are quantisations of one model, so one vocabulary is read, of the smallest file, and of each other one the
-    list of its tensors alone. Those in several files say in their metadata how many: all of their headers is read, as
-    long as that is little. Raises as `peek`; the function raises BadRequest for a file that is not made so.
+    The choices are quantisations of one model. So the vocabulary is read of the smallest file alone, and of each other
+    file the list of its tensors. A choice that was split into several files has the number of files in its metadata:
+    there all headers are read, unless they are large. Raises as `peek`. The function raises BadRequest for a file that
+    cannot be read in this way.
     """
     wholes = [choice for choice in several.choices if len(choice.files) == 1] or list(several.choices)
     wholes = wholes[:_TRIED]

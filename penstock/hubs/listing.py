@@ -145,12 +145,13 @@ def local_files(folder: Path) -> dict[str, RemoteFile]:
 def choose(
     listing: Listing, name: HubName, read_index: Callable[[RemoteFile], bytes], available_bytes: int | None = None
 ) -> Choice:
-    """The files that the model `name` needs: of GGUF files the one that is named, or the only one, with all that it
-    was split into; else a folder's config, tokenizer and safetensors. Pickles and code are never among them.
+    """The files that the model `name` needs. If the repository has GGUF files, this is the named one or the only one,
+    with all files that it was split into. Otherwise these are the config, the tokenizer and the safetensors. Pickles
+    and code are never among them.
 
-    `read_index`: the content of the index of a model in several files. `available_bytes`: of RAM, for the list of
-    files in an error. Raises Several where several files could be meant; BadRequest where none is there;
-    UnsupportedModel for a quantisation that is not read; BrokenModel.
+    `read_index`: reads the index of a model in several files. `available_bytes`: free RAM, beside which an error lists
+    the files. Raises Several if several files could be meant; BadRequest if there is none; UnsupportedModel for a
+    quantisation that is not read; BrokenModel.
     """
     if name.file:
         return _named_gguf(listing, name.file)

@@ -52,11 +52,10 @@ class RouterTrace:
     source   where the trace is from
     guesses  for each layer, its router's answers to the input of the FFN one layer before, for the same tokens, the
              likeliest expert first; empty if they were not recorded
-    fires    for each layer, float32 [neurons]: the share of tokens in which the neuron at each place of the packed
-    model
-             fires; empty if that is not known
-    live     for each layer and token, uint32 [neurons that fire]: their places, in rising order; empty where no run
-             recorded them
+    fires    for each layer, float32 [neurons]: the share of tokens in which a neuron fires, in the packed model's
+             order; empty if that is not known
+    live     for each layer and token, uint32 [neurons that fire]: their places in the packed model, in rising order;
+             empty if no run recorded them
     """
 
     layers: tuple[tuple[Token, ...], ...]

@@ -36,14 +36,19 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Cached:
-    """The folder of a checkpoint whose weights are wanted in a format, None for its own. `models`: the folder of the
-    cache that copies lie in.
+    """A checkpoint, and how its packed copy in the cache is found or made.
 
-    `name`: with which the copy's name begins. `chat`: whether its chat template is parsed before it is packed.
-    `within_bytes`: the most memory that this process may take; None: any. `limit_bytes`: of all copies together.
-    `verify`: whether its small files are compared with their checksums. `tell`: gets progress and news. `require`: is
-    called with the checkpoint's spec and its path where there is no copy yet, and raises BadRequest for a model that
-    need not be packed, since what is wanted of it would be refused after that.
+    checkpoint    the checkpoint's path
+    name          the beginning of the copy's name
+    weights       the format of the copy; None for the checkpoint's own
+    models        the folder of the cache that copies lie in
+    chat          whether the chat template is parsed before the checkpoint is packed
+    within_bytes  the most memory that this process may take; None: any
+    limit_bytes   the most bytes of all copies together; None: any
+    verify        whether the copy's small files are compared with their checksums
+    tell          gets progress and news
+    require       is called before a copy is made, with the checkpoint's spec and path. It raises BadRequest if the
+                  copy would be refused afterwards, so that nothing is packed in vain
     """
 
     checkpoint: Path

@@ -1,15 +1,16 @@
 """Makes neurons of random ReLU models fire at given rates, and measures how often they do, for `penstock synth`.
 
-Layer after layer: random tokens go through the layer's own weights, by the kernels that compute answers. What each
-neuron has before its ReLU then has a mean and a standard deviation over the tokens, and is nearly normal, as a sum of
-many independent terms. So a shift s makes it fire at the rate r where
+Random tokens go through one layer after the other, by the kernels that compute answers. A neuron's value before its
+ReLU is a sum of many independent terms. So over the tokens it is nearly normal, with a mean and a standard deviation.
+This shift of the value makes the neuron fire at the rate r:
 
-    s = deviation · z(r) - mean        z: the quantile function of the standard normal distribution
+    shift = deviation · z(r) - mean        z: the quantile function of the standard normal distribution
 
-Where a neuron has no bias, the shift is added to all weights of its row, and so is multiplied by the sum of the FFN's
-input. Then the same holds of the neuron's values divided by that sum. Half of the windows of tokens give the shifts,
-the other half is measured. Learned positions are those of tokens anywhere in the first half, and of windows that begin
-anywhere in the second.
+If the neuron has no bias, the shift is added to all weights of its row. It is then multiplied by the sum of the FFN's
+input. So mean and deviation are taken of the neuron's values divided by that sum.
+
+Half of the windows of tokens give the shifts. The rates are measured in the other half. If a model has learned
+positions, a token of the first half has any position, and a window of the second half begins at any position.
 
 Shapes: T rows (tokens), D d_model, N neurons of a layer.
 """

@@ -91,12 +91,20 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as it is kept. `figures`: the machine's, by their hash (`figures_id`). `plan`: by its hash. `weights`:
-    their format. `decode_s`: seconds of its `decode_steps` decode passes. `sparsity`: the plan's, what share of values
-    attention reads if not all, and whether records are asked for; runs of versions that did not keep it count as off.
-    `at_s`: when it ended, in seconds since 1970; 0 for versions that did not keep it. `elsewhere`: the model lay on
-    another disk than the one that was measured. `read_ahead`: its prompt was begun while the weights were loaded, so
-    `first` is what was left of it, and tells nothing of a prediction."""
+    """One run, as it is kept.
+
+    figures       the hash of the machine's figures (`figures_id`)
+    plan          the hash of the plan
+    weights       the format of the weights
+    decode_steps  the number of decode passes, which took `decode_s` seconds together
+    first, step   until the first tokens, and an average decode pass
+    sparsity      the plan's sparsity, the share of values that attention reads if not all, and whether records are
+                  asked for. Older versions did not keep it: their runs count as "off"
+    at_s          when the run ended, in seconds since 1970. 0 for older versions, which did not keep it
+    elsewhere     the model lay on another disk than the one that was measured
+    read_ahead    the prompt was begun while weights were loaded. Then `first` is only what was left of it, and cannot
+                  be held beside a prediction
+    """
 
     figures: str
     plan: str

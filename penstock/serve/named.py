@@ -47,9 +47,9 @@ class Located:
 def locate(
     model: str, where: Where, tell: Tell | None = None, check: Callable[[Path], object] | None = None
 ) -> Located:
-    """The files of MODEL, with weights. A model of the Hub that is not here is downloaded; one that is here is taken
-    as it is. `check`: gets, before a model is downloaded, what a plan may read in its place, and raises where it would
-    be of no use. Raises BadRequest where there is none; UnsupportedModel, BrokenModel, StorageFailed."""
+    """The files of MODEL, with weights. A model of the Hub is downloaded, unless it is here. `check`: is called before
+    a download with a folder that a plan may read in the model's place. It raises if the model would be of no use.
+    Raises BadRequest if there is no such model; UnsupportedModel, BrokenModel, StorageFailed."""
     located = _kept(model, where, tell)
     if located is not None:
         if "snapshots" in located.path.absolute().parts:  # seldom true, and huggingface_hub takes long to import

@@ -1,8 +1,8 @@
 """Packs a checkpoint into a packed model, granule by granule, for `penstock pack`.
 
-Peak memory is the sum of a base of some 60 MiB, four stages of 8 MiB, what as many threads as encode have read, and the
-two largest tensors that are cut by columns (`down`, `o`). The columns of a granule lie apart in the file, so such a
-tensor is read once and kept.
+Peak memory is the sum of these: a base of some 60 MiB, four stages of 8 MiB, what each encoding thread has read, and
+the two largest tensors that are cut by columns (`down`, `o`). The columns of a granule lie apart in the file. So such a
+tensor is read once, and kept until all its granules are made.
 """
 
 from __future__ import annotations

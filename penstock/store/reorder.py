@@ -174,8 +174,9 @@ def _move(
 
 
 def _cells(granules: Array, block: Block, together: int) -> list[Array]:
-    """A block of granules uint8 [G, granule_bytes] as views [G, a, b, …], of which a granule's cell number n is
-    [n // b, n % b]: what one neuron has of the block, or in `down`'s groups `together` neurons."""
+    """A block of granules as views [G, a, b, …] of cells. A cell is what one neuron has of the block; if `down` is
+    quantised, what `together` neurons have, which share groups. Cell n of a granule is [n // b, n % b] of it.
+    `granules`: uint8 [G, granule_bytes]."""
     fmt, n_tiles = block.format, tiles(block.rows)
     if block.stride:
         row = fmt.row_bytes(block.cols)

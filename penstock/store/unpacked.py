@@ -60,9 +60,9 @@ class Unpacked:
 
     @property
     def reading_bytes(self) -> int:
-        """The most memory that making granules, or writing them after that, takes beside the granules themselves: the
-        small files, what each thread has read, with the numbers that it makes of it where it quantises, and matrices
-        that are kept because each granule has a few of their columns; or what the writer has at a time."""
+        """The most memory that is taken beside the granules, in bytes. Granules are made first: that takes the small
+        files, what each thread has read, the numbers that it makes of that if it quantises, and each matrix of which a
+        granule has a few columns. Later granules are written out: that takes the pieces that wait for the disk."""
         read, kept = 0, list[int]()
         written = (PIECES_AHEAD + 1) * max(PIECE_BYTES, *(part.granule_bytes for part in self.job.parts))
         for part in self.job.parts:

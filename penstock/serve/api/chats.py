@@ -20,12 +20,13 @@ from penstock.serve.tools.writing import HERMES, THINK, THOUGHT, Writing
 class ChatPrompt:
     """A rendered conversation, and what its answer may look like.
 
-    ids       the prompt's tokens; `text`: the same as text
-    tools     that the answer may call
-    marks     ids of the marks of `writing` that are special tokens
+    ids       the prompt's tokens
+    tools     the tools that the answer may call
+    marks     the marks of `writing` that are special tokens → their ids
     writing   how the answer calls tools, or names its channels; None if it does neither
     thinks    the model marks its thoughts
     thinking  the prompt has opened the thoughts, so the answer begins within them
+    text      the prompt as text
     """
 
     ids: list[int]

@@ -57,8 +57,8 @@ class Limits:
     """Limits of what clients send and take.
 
     body_bytes    the longest body of a request
-    bodies_bytes  the most bytes of all bodies that are here
-    parsed_bytes  the most memory of what bodies hold, until their streams begin or their requests end
+    bodies_bytes  the most bytes of all bodies that are held at once
+    parsed_bytes  the most memory of what bodies hold. They count until their streams begin or their requests end
     body_s        a whole body must come within so many seconds
     send_s        a client must take what it is sent within so many seconds
     """

@@ -39,14 +39,15 @@ _MOST_WAIT_S = 60.0  # seconds to wait for the nodes' processors, which other wo
 class NodeWork:
     """What every node is to do.
 
-    model       an absolute path or a name; `weights`: its format. Both as for `serve.source.resolve`
-    sha256      of the model here (`store.predictors.model_sha256`): a node with another one is refused
-    left_out    of the sparsity here (`what_is_left_out`): a node with other predictors or levels is refused
-    ask         of answers of average length; how many at once pays is each node's own to find
-    how         for loading there. Without a cache folder it is the node's own
-    names       by which lines may call the model
-    max_tokens  of an answer whose line names no length
-    answers     that a node gets on average
+    model       an absolute path or a name, as for `serve.source.resolve`
+    weights     the model's format, as for `serve.source.resolve`
+    sha256      the hash of the model here (`store.predictors.model_sha256`): a node with another model is refused
+    left_out    the name of the predictors or levels here (`what_is_left_out`): a node with others is refused
+    ask         an ask with answers of average length. Each node finds by itself how many answers at once pay
+    how         how a node loads the model. Without a cache folder, a node takes its own
+    names       names by which lines may call the model
+    max_tokens  the most tokens of an answer whose line names no length
+    answers     the number of answers that a node gets on average
     """
 
     model: str

@@ -25,11 +25,18 @@ _MOST_KEPT_TOKENS = 1 << 20
 
 
 class Todo(NamedTuple):
-    """A line that is to be answered. `answers`: to all of its `prompts`. `prompt_tokens`: of these prompts, each
-    counted as often as it is answered. `output_tokens`: the most of each answer. `beginning`: a hash of the tokens of
-    the first KV page of its first prompt, -1 if the prompt ends within that page, so that lines with the same beginning
-    can follow each other. `shared_tokens`: how many first tokens of its first prompt the first line with this beginning
-    has too; 0 for that line."""
+    """A line that is to be answered.
+
+    number         its place among the file's lines
+    answers        the number of answers, to all of its prompts together
+    prompt_tokens  the sum over its answers of the tokens of the answered prompt
+    output_tokens  the most tokens of one answer
+    beginning      a hash of the tokens in the first KV page of its first prompt. Lines with the same hash can
+                   follow each other, so that the page is computed once. -1 if the prompt ends within the page
+    prompts        the number of its prompts
+    shared_tokens  its first prompt begins with so many tokens of the first line with the same `beginning`; 0 for that
+                   first line itself
+    """
 
     number: int
     answers: int
