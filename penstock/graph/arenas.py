@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from penstock.graph import scratch
-from penstock.graph.guests import guests
+from penstock.graph.guests import Guest, guests
 from penstock.graph.kv_layout import SLOT_ALIGN, KvLayout
 from penstock.graph.records import Records
 from penstock.graph.tasks import Slot, Stream
@@ -82,8 +82,6 @@ class Layout:
         self.staging = self._place_staging()
         for tier, nbytes in plan.ring_bytes.items():
             self._take(f"{tier}.ring", nbytes)
-        # By its number, where a unit on a disk may stay while nobody has these KV pages.
-        self.guests = guests(plan, self.kv.pools_in_ram()) if plan.guests else {}
         self._caches = {(cache.layer, cache.executor): self._place_cache(cache) for cache in plan.caches}
         self._cache_slots: dict[tuple[int, Executor, int], Slot] = {}  # that `cache_slot` gave so far
         if plan.stage_bytes:
@@ -196,6 +194,12 @@ class Layout:
                 ends[home] = hi = lo + (unit.hi - unit.lo) * self.parts[unit.part].granule_bytes
                 slots[i] = Slot(arenas[home], lo, hi)
         return slots
+
+    @cached_property
+    def guests(self) -> dict[int, Guest]:
+        """By its number, where a unit on a disk may stay while nobody has these KV pages. No arena depends on it, so
+        whoever only asks for sizes does not wait for it."""
+        return guests(self.plan, self.kv.pools_in_ram()) if self.plan.guests else {}
 
     def active_name(self, layer: int) -> str:
         """The name of the buffer with what predictors say of a layer. Two layers take turns if they have an answer at

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.graph.ops.operand import Slot
-from penstock.spec.parts import PAGE_BYTES
+from penstock.spec.parts import PAGE_BYTES, Part
 from penstock.spec.places import HOST, is_disk
 from penstock.spec.plan import Plan, Unit
 
@@ -49,31 +49,32 @@ def may_have_guests(plan: Plan) -> bool:
     )
 
 
-def is_guest(plan: Plan, unit: Unit) -> bool:
-    """Whether a unit may be a guest: of a dense FFN on a disk."""
-    return is_disk(unit.home) and plan.parts[unit.part].kind == "ffn" and not unit.asked
+def is_guest(part: Part, unit: Unit) -> bool:
+    """Whether a unit of a part may be a guest: of a dense FFN on a disk."""
+    return part.kind == "ffn" and is_disk(unit.home) and not unit.asked
 
 
 def guests(plan: Plan, pools: Iterable[Pool]) -> dict[int, Guest]:
     """The number of a unit → its room, for as many of each layer's last units as its pools have room for. No guest lies
     in the first page of a pool, or no request could ever begin."""
-    by_layer: dict[int, list[int]] = {}
+    by_layer, parts = dict[int, list[tuple[int, int]]](), plan.parts
     for u, unit in enumerate(plan.units):
-        if is_guest(plan, unit):
-            by_layer.setdefault(plan.parts[unit.part].layer, []).append(u)
+        if is_guest(part := parts[unit.part], unit):
+            by_layer.setdefault(part.layer, []).append((u, (unit.hi - unit.lo) * part.granule_bytes))
     rooms: dict[int, Guest] = {}
     for pool in pools:
-        rooms |= dict(_fill(plan, pool, by_layer.get(pool.layer, [])))
+        rooms |= dict(_fill(pool, by_layer.get(pool.layer, [])))
     return rooms
 
 
-def _fill(plan: Plan, pool: Pool, units: list[int]) -> Iterator[tuple[int, Guest]]:
-    """Takes units from the end of a list, as long as a pool has room for them."""
+def _fill(pool: Pool, units: list[tuple[int, int]]) -> Iterator[tuple[int, Guest]]:
+    """Takes units from the end of a list, as long as a pool has room for them. `units`: number and bytes of each."""
     hi = pool.slot.hi // PAGE_BYTES * PAGE_BYTES  # direct reads begin at whole pages of memory
     while units:
-        nbytes = plan.unit_bytes(plan.units[units[-1]])
+        number, nbytes = units[-1]
         lo = (hi - nbytes) // PAGE_BYTES * PAGE_BYTES
         if lo < pool.slot.lo + pool.page_bytes:
             return
-        yield units.pop(), Guest(Slot(pool.slot.arena, lo, lo + nbytes), (lo - pool.slot.lo) // pool.page_bytes)
+        units.pop()
+        yield number, Guest(Slot(pool.slot.arena, lo, lo + nbytes), (lo - pool.slot.lo) // pool.page_bytes)
         hi = lo

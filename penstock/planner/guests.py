@@ -33,24 +33,24 @@ def with_guests(plan: Plan, ask: Ask) -> Plan:
     pages if these make room for a twentieth more. No arena grows but scratch."""
     if plan.sparsity != "off" or not may_have_guests(plan):
         return plan
-    best = plan
+    best, streamed_bytes = plan, still_streamed(plan, ask)
     pages = (plan.page_tokens, PAGE_TOKENS) if _is_for_one(plan) and not plan.kv_pages else (plan.page_tokens,)
     for page_tokens in dict.fromkeys(pages):
         housing = _housing(with_arenas(replace(plan, page_tokens=page_tokens)), ask)
-        if still_streamed(housing, ask) < (1 - _LEAST_SHARE) * still_streamed(best, ask):
-            best = housing
+        if (left_bytes := still_streamed(housing, ask)) < (1 - _LEAST_SHARE) * streamed_bytes:
+            best, streamed_bytes = housing, left_bytes
     return best
 
 
 def _housing(plan: Plan, ask: Ask) -> Plan:
     """The plan with as many guests as its pages have room for."""
-    reached = _reached(plan, ask)
+    reached, parts = _reached(plan, ask), plan.parts
     pools: dict[int, list[Pool]] = {}
     for pool in Layout(plan).kv.pools_in_ram():
         pools.setdefault(pool.layer, []).append(pool)
     recut: list[Unit] = []
-    for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(plan, unit))):
-        part, alike = plan.parts[key], list(group)
+    for (key, may_stay), group in groupby(plan.units, key=lambda unit: (unit.part, is_guest(parts[unit.part], unit))):
+        part, alike = parts[key], list(group)
         recut += _cut(plan, part, alike, pools[part.layer], reached) if may_stay else alike
     return with_arenas(replace(plan, units=tuple(recut), guests=True))
 
@@ -58,7 +58,7 @@ def _housing(plan: Plan, ask: Ask) -> Plan:
 def still_streamed(plan: Plan, ask: Ask) -> int:
     """Bytes that a pass streams when all guests are there that the ask leaves room for."""
     streamed = sum(plan.unit_bytes(unit) for unit in plan.units if unit.home != unit.decode)
-    rooms, reached = Layout(plan).guests.values(), _reached(plan, ask)
+    rooms, reached = Layout(plan).guests.values() if plan.guests else (), _reached(plan, ask)
     return streamed - sum(guest.slot.nbytes for guest in rooms if guest.first_page >= reached)
 
 

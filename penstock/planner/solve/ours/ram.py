@@ -111,14 +111,16 @@ def _kv_lies_idle(plans: Sequence[Plan], ask: Ask) -> bool:
     if not plans or any(plan.caches for plan in plans) or (ask.batch > 1 and ask.objective == "latency"):
         return False
 
-    def saved(plan: Plan) -> float:
+    read_bytes = [_reads_bytes(plan, ask) for plan in plans]
+
+    def saved(plan: Plan, reads: int) -> float:
         seqs, pool = plan.at_once(ask.batch, ask.sequence_tokens), Layout(plan).kv
         reached = seqs * prompt_and_half_way(ask, plan.context)[1] / (pool.pages * plan.page_tokens)
         kv_bytes = sum(arena.bytes for arena in plan.arenas if arena.name.endswith(".kv"))
-        guests_bytes = sum(streamed(plan, from_disk=True).values()) - _reads_bytes(plan, ask)
+        guests_bytes = sum(streamed(plan, from_disk=True).values()) - reads
         return (1 - min(1.0, reached)) * kv_bytes - guests_bytes
 
-    return max(map(saved, plans)) > (1 - _LESS) * min(_reads_bytes(plan, ask) for plan in plans)
+    return max(map(saved, plans, read_bytes)) > (1 - _LESS) * min(read_bytes)
 
 
 def _reads_less(plan: Plan, others: Sequence[Plan], ask: Ask) -> bool:
