@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import DoesNotFit
+from penstock.planner.solve.ours import ram
 from penstock.planner.what_if import what_if
+from penstock.units import MIB
 from tests.promises import checks, other_asks
 from tests.promises.draws import Case, draw, setting
 
@@ -58,3 +60,13 @@ def test_what_checks_find() -> None:
     absurd = replace(solved, prediction=slower)
     assert any("decode_tokens_per_s is nan" in line for line in checks.is_sane(of, absurd))
     assert list(checks.worse("", 1.0, 2.0, solved, absurd))
+
+
+def test_records_are_not_asked_for_where_streaming_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such plan takes more than that. 410 of them, of 11,000 units, were made before a plan was refused: 67 s."""
+    asked = {"context": 1024, "host_memory_bytes": 200 * MIB, "sparsity": "predict"}
+    problem = checks.problem_of(setting(Case(0, "opt-13b", "pc-rtx4090-64gb", "int4-records", 0, True, asked)))
+    assert ram.may_ask(problem)
+    monkeypatch.setattr(ram, "asking", lambda *_: pytest.fail("a plan was made"))
+    with pytest.raises(DoesNotFit):
+        next(ram.candidates(problem))
