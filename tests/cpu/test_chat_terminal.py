@@ -83,11 +83,16 @@ def flowing(lines: list[str]) -> str:
     return " ".join(line.strip() for line in lines)
 
 
+def as_typed(line: str) -> str:
+    """A line of the screen without the column by which what is typed before readline has drawn its prompt is off."""
+    return re.sub(r"^> +", "> ", line)
+
+
 def masked(lines: list[str], folder: str) -> list[str]:
     """A screen as the golden has it: what the user and penstock said, figures masked, answers as one line."""
     kept, ours = list[str](), False
     for line in lines:
-        line = re.sub(r"^> +", "> ", line)  # what is typed before readline has drawn its prompt is drawn a column later
+        line = as_typed(line)
         if line.startswith(("> ", "penstock: ")) or line == ">" or line in TURNS:
             ours = line.startswith("penstock: ")
         elif not (ours and line.startswith("  ")):  # which a note goes on with
@@ -136,7 +141,7 @@ def test_a_whole_session(folder: Path, tmp_path: Path) -> None:
 
         chat.clear()
         chat.process.send("half a line")
-        chat.until(lambda lines: lines[-1] == "> half a line", "half a line")
+        chat.until(lambda lines: as_typed(lines[-1]) == "> half a line", "half a line")
         chat.process.sendintr()
         chat.ready("half a line")  # it is left, and the chat goes on
 
