@@ -28,7 +28,7 @@ from penstock.serve.loading import Loading
 from penstock.serve.renewal import shifts
 from penstock.spec.ask import Ask
 from penstock.spec.model import Layer, Routed
-from penstock.spec.places import CPU, DISK, HOST
+from penstock.spec.places import DISK, HOST
 from penstock.store.profile_file import keep
 
 OUTPUT_TOKENS = 32  # that plans are made for
@@ -164,7 +164,7 @@ class RoutedModel:
         found = quick(self.plan, self.ask, self.engine.machine, trace=trace)
         rate = found.experts.hit_rate if found.experts else 1.0
         machine = self.engine.machine
-        for shift in shifts(self._session, machine, found.lane_share.get(CPU, 0.0)):
+        for shift in shifts(self._session, machine):
             machine = machine.faster(shift.moves, shift.times)
         today = quick(self.plan, self.ask, machine, trace=trace).decode_tokens_per_s
         return {"tokens_per_s": found.decode_tokens_per_s, "today_tokens_per_s": today, "hit_rate": rate}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle, pairwise
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +18,13 @@ from penstock.runtime.movers import DiskLoad, DiskReader, waited_for
 from penstock.spec.parts import PAGE_BYTES
 from penstock.spec.places import HOST
 from penstock.spec.plan import Plan
-from penstock.units import KIB, MIB, round_up
+from penstock.units import MIB, round_up
 
 _RAM_BYTES = 800 * MIB  # so much is read in all rounds together, in about 20 ms
 _MOST_ROUNDS = 5
 _PART_BYTES, _MOST_PART_BYTES = 32 * MIB, 64 * MIB  # reading is timed in parts of so many bytes
 _HALT = 3  # a part that took so many times as long as most of them waited for something else than the disk
 _QUARTERS, _LEAST_PARTS = 4, 2  # a reading's quarters are compared, each of so many parts at least
-_LEAST_BURST_BYTES = 256 * KIB  # beginning a burst takes as long as reading some 2 MiB
-_FIRST_BYTES_PER_S = 10e9  # that the first burst is taken to read
 _PIECE_BYTES = 64 * MIB  # the smallest piece: twice a large L3 cache, so that no cache holds what is read next
 
 
@@ -36,63 +33,25 @@ GranuleRange = tuple[str, int, int, int]  # (part, first granule, end, bytes)
 
 class Read(NamedTuple):
     """Bytes that were read, the seconds that this took, and by how many loads. RAM is read by none. `swing`: by how
-    much its quarters differed in speed, as the standard deviation over the mean; 0 if nobody knows. `cpu_share`: the
-    share of the time in which the CPU was busy meanwhile."""
+    much its quarters differed in speed, as the standard deviation over the mean; 0 if nobody knows."""
 
     bytes: int
     seconds: float
     loads: int = 0
     swing: float = 0.0
-    cpu_share: float = 0.0
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second; 0 if nothing was read."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
+    def beside(self, other: Read) -> Read:
+        """Both reads together, one after the other."""
+        swing = max(self.swing, other.swing)
+        return Read(self.bytes + other.bytes, self.seconds + other.seconds, self.loads + other.loads, swing)
+
 
 NOTHING = Read(0, 0.0)
-
-
-class Busy:
-    """Keeps the CPU busy for a `share` of the time while it is entered: reads `memory` [bytes], of uint8, with all
-    threads, in a burst after each load, as a pass computes on what has come.
-
-    busy_share  the share of the time in which it was busy, once it is left
-    """
-
-    def __init__(self, share: float, memory: NDArray[np.uint8], threads: int) -> None:
-        self._share, self._memory, self._threads = share, memory, threads
-        self._loads, self._left = threading.Semaphore(0), False
-        self._thread = threading.Thread(target=self._run, name="busy")
-        self.busy_share = 0.0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left = True
-        self.loaded()
-        self._thread.join()
-
-    def loaded(self) -> None:
-        """Says that a load has ended, after which a burst is due."""
-        self._loads.release()
-
-    def _run(self) -> None:
-        busy_s, done, at, start_s = 0.0, 0, 0, time.perf_counter()
-        address, most = self._memory.ctypes.data, len(self._memory)
-        while self._loads.acquire() and not self._left:
-            owed_s = self._share * (time.perf_counter() - start_s) - busy_s
-            nbytes = min(most, int(owed_s * (done / busy_s if done else _FIRST_BYTES_PER_S)))
-            if nbytes < _LEAST_BURST_BYTES:
-                continue
-            at = at if at + nbytes <= most else 0
-            begin_s = time.perf_counter()
-            _native.ram_read_s(address + at, nbytes, self._threads, 1)
-            busy_s, done, at = busy_s + time.perf_counter() - begin_s, done + nbytes, at + nbytes
-        self.busy_share = busy_s / (time.perf_counter() - start_s)
 
 
 class End(NamedTuple):
@@ -153,12 +112,10 @@ def streamed_ranges(plan: Plan, layout: Layout) -> list[GranuleRange]:
     return ranges
 
 
-def from_disk(
-    reader: DiskReader, ranges: Sequence[GranuleRange], room: NDArray[np.uint8], seconds: float, busy: Busy
-) -> Read:
+def from_disk(reader: DiskReader, ranges: Sequence[GranuleRange], room: NDArray[np.uint8], seconds: float) -> Read:
     """Loads granule ranges, one after the other and again, for about so many `seconds`. They go to `room` [bytes] of
-    uint8, memory that nobody uses meanwhile. As many loads are in flight as it has room for. `busy`: what the CPU does
-    meanwhile. Raises StorageFailed, DamagedModel."""
+    uint8, memory that nobody uses meanwhile. As many loads are in flight as it has room for. Raises StorageFailed,
+    DamagedModel."""
     if not ranges:
         return NOTHING
     size = round_up(max(nbytes for *_, nbytes in ranges), PAGE_BYTES)
@@ -172,11 +129,9 @@ def from_disk(
             yield reader.start(part, lo, hi, room.ctypes.data + number % slots * size)
 
     ends = [End(start_s, 0)]
-    with busy:
-        for nbytes in waited_for(loads(), slots - 1):
-            ends.append(End(time.perf_counter(), ends[-1].bytes + nbytes))
-            busy.loaded()
-    return at_usual_speed(ends, slots)._replace(cpu_share=busy.busy_share)
+    for nbytes in waited_for(loads(), slots - 1):
+        ends.append(End(time.perf_counter(), ends[-1].bytes + nbytes))
+    return at_usual_speed(ends, slots)
 
 
 def from_ram(address: int, nbytes: int, threads: int) -> Read:

@@ -2,16 +2,14 @@
 
 Loading reads the weights that stay with the very reader that streams the others later. Its speed, beside the speed that
 the machine's figures foretell for the same loads, says what the disk gives today. Where loading took less than half a
-second, weights that stream are read for the rest of it, and for half a second in any case where computing slows the
-disk. Meanwhile the CPU is busy for as much of the time as in decoding. The weights that stay are then read once more,
-for some 20 ms, which says the same of the RAM. The plan is predicted again for a machine whose lanes move bytes so many
-times as fast: no other formula turns bytes into seconds.
+second, weights that stream are read for the rest of it. The weights that stay are then read once more, for some 20 ms,
+which says the same of the RAM. The plan is predicted again for a machine whose lanes move bytes so many times as fast:
+no other formula turns bytes into seconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +26,7 @@ from penstock.serve.history import LEAST_RAM_BYTES
 from penstock.serve.session import Session
 from penstock.spec.ask import Ask
 from penstock.spec.machine import MachineSpec
-from penstock.spec.places import CPU, DISK, Lane, reads_disk
+from penstock.spec.places import CPU, Lane, reads_disk
 from penstock.spec.plan import Plan
 from penstock.units import MIB, format_rate, format_seconds
 
@@ -40,11 +38,6 @@ _LEAST_READ_BYTES, _LEAST_READ_S = 64 * MIB, 0.5
 # RAM that seems slower is read so many times more, 20 ms each, and the best of them counts. On a shared machine one
 # such reading gave 0.6 of the speed that the run then had.
 _MORE_RAM = 3
-# Where a disk is slowed by more than this while the CPU is as busy as in decoding, it is timed beside such a CPU in any
-# case. By how much it is depends on how the CPU is busy. Beside reading RAM for a quarter, half and all of the time a
-# virtual disk had 0.95, 0.93 and 0.68 of its speed with bursts of 0.3 ms, and 0.86, 0.73 and 0.61 with bursts of 3 ms.
-# By the machine's one factor, passes ran 6 to 14 % faster than was renewed (docs/LOG.md, 2026-11-29).
-_SLOWED = 0.05
 _DISK, _RAM = "disk", "RAM"
 # The least and most times of a shift: beyond them the measurement was disturbed. RAM that reads faster than it did for
 # the probe raises no promise: beside other processes 20 ms of reading gave 13 to 83 GB/s, while runs became no faster.
@@ -127,24 +120,23 @@ class Renewed:
         }
 
 
-def shifts(session: Session, machine: MachineSpec, cpu_share: float) -> tuple[Shift, ...]:
+def shifts(session: Session, machine: MachineSpec) -> tuple[Shift, ...]:
     """What disk and RAM give now, each where that can be told: weights were read for long enough, from one disk, and no
-    device computes. `machine`: whose figures the plan was predicted with. `cpu_share`: the share of the time in which
-    the CPU is busy in decoding. Reads the disk for up to half a second, if decoding streams and loading took less or
-    computing slows the disk, and RAM for some 20 ms, or some 80 where it seems slow."""
+    device computes. `machine`: whose figures the plan was predicted with. Reads the disk for up to half a second, if
+    decoding streams and loading took less, and RAM for some 20 ms, or some 80 where it seems slow."""
     if uses_device(session.plan):
         return ()
     cost, shifts = Cost(machine), list[Shift]()
-    reads = [session.loading]
-    slowed = _pace(cost, DISK.reads, cpu_share) < 1 - _SLOWED
-    seconds = _LEAST_READ_S - (0.0 if slowed else session.loading.seconds)
-    if seconds > 0:
+    read = session.loading
+    if read.seconds < _LEAST_READ_S:
         # A disk that fails now, or a damaged granule, is met by the pass that wants it, which says what to do.
         with suppress(PenstockError):
-            reads.append(session.read_streamed(seconds, _LEAST_READ_BYTES, cpu_share))
+            read = read.beside(session.read_streamed(_LEAST_READ_S - read.seconds, _LEAST_READ_BYTES))
     disks = [lane for lane, nbytes in session.reader.bytes_by_disk.items() if nbytes]
-    if len(disks) == 1:
-        shifts += _disk_shift(reads, cost, disks[0])
+    if len(disks) == 1 and tells(read):
+        lane = disks[0]
+        foretold_s = read.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, read.bytes)
+        shifts.append(Shift(_DISK, read.bytes / foretold_s, read.bytes_per_s, read.swing))
     resident, foretold = session.read_resident(), _foretold_ram(session.plan, cost)
     for _ in range(_MORE_RAM):
         if resident.bytes < LEAST_RAM_BYTES or resident.bytes_per_s >= (1 - _SAME) * foretold:
@@ -153,26 +145,6 @@ def shifts(session: Session, machine: MachineSpec, cpu_share: float) -> tuple[Sh
     if resident.bytes >= LEAST_RAM_BYTES and resident.seconds > 0:
         shifts.append(Shift(_RAM, foretold, resident.bytes_per_s))
     return tuple(shifts)
-
-
-def _disk_shift(reads: Sequence[Read], cost: Cost, lane: Lane) -> Iterator[Shift]:
-    """What the disk gave in these reads together, where that tells its speed."""
-    nbytes, seconds = sum(read.bytes for read in reads), sum(read.seconds for read in reads)
-    if tells(nbytes, seconds):
-        foretold_s = sum(_foretold_s(read, cost, lane) for read in reads)
-        yield Shift(_DISK, nbytes / foretold_s, nbytes / seconds, max(read.swing for read in reads))
-
-
-def _foretold_s(read: Read, cost: Cost, lane: Lane) -> float:
-    """The seconds that these loads take by the machine's figures, beside a CPU as busy as it was."""
-    alone_s = read.loads * cost.call_s(lane, "load", "*") + cost.least_s(lane, "load", "*", 1, read.bytes)
-    return alone_s / _pace(cost, lane, read.cpu_share)
-
-
-def _pace(cost: Cost, lane: Lane, cpu_share: float) -> float:
-    """The share of its speed that a lane has, by the machine's figures, while the CPU is busy for so much of the
-    time."""
-    return 1 - cpu_share + cpu_share / cost.factor(lane, frozenset({CPU}))
 
 
 def _foretold_ram(plan: Plan, cost: Cost) -> float:
@@ -185,17 +157,17 @@ def _foretold_ram(plan: Plan, cost: Cost) -> float:
     return min(cost.bytes_per_s(CPU, "*", "*"), cost.products_bytes_per_s(CPU, kinds))
 
 
-def tells(nbytes: int, seconds: float) -> bool:
+def tells(read: Read) -> bool:
     """Whether weights were read for long enough to tell the disk's speed."""
-    long = nbytes >= _LEAST_READ_BYTES or seconds >= _LEAST_READ_S
-    return nbytes > 0 and seconds > 0 and long
+    long = read.bytes >= _LEAST_READ_BYTES or read.seconds >= _LEAST_READ_S
+    return read.bytes > 0 and read.seconds > 0 and long
 
 
 def renewed(
     promised: Prediction, session: Session, ask: Ask, machine: MachineSpec, trace: RouterTrace | None
 ) -> Renewed | None:
     """The promise for today; None where nothing can be told of today. `trace`: what routers were taken to say."""
-    seen = shifts(session, machine, promised.lane_share.get(CPU, 0.0))
+    seen = shifts(session, machine)
     if not seen:
         return None
     today = machine

@@ -33,7 +33,7 @@ from penstock.runtime.kv_pages import KvPages
 from penstock.runtime.made import between_passes, copied
 from penstock.runtime.movers import DiskReader
 from penstock.runtime.open_passes import OpenPassRunner, open_lowering
-from penstock.runtime.reread import NOTHING, Busy, Read, from_disk, from_ram, streamed_ranges
+from penstock.runtime.reread import NOTHING, Read, from_disk, from_ram, streamed_ranges
 from penstock.serve.hearing import Hearing
 from penstock.serve.kept import Held
 from penstock.serve.traffic import Traffic
@@ -296,19 +296,15 @@ class Session:
         StorageFailed, DamagedModel."""
         return self.read_streamed(seconds), self.read_resident()
 
-    def read_streamed(self, seconds: float, least_bytes: int = 1, cpu_share: float = 0.0) -> Read:
-        """Times the disk: loads the weights that a decode pass streams, for about so many `seconds`, while the CPU is
-        busy for a share of the time. NOTHING where they have fewer than `least_bytes`. Rings and caches lose what they
-        hold. Raises StorageFailed, DamagedModel."""
+    def read_streamed(self, seconds: float, least_bytes: int = 1) -> Read:
+        """Times the disk: loads the weights that a decode pass streams, for about so many `seconds`. NOTHING where
+        they have fewer than `least_bytes`. Rings and caches lose what they hold. Raises StorageFailed, DamagedModel."""
         self.drain()
         ranges = streamed_ranges(self.plan, self.lowering.layout)
         if sum(nbytes for *_, nbytes in ranges) < least_bytes or HOST not in self.plan.ring_bytes:
             return NOTHING
-        ring, weights = f"{HOST}.ring", f"{HOST}.weights"
-        memory = self._arenas.whole(weights if self._arenas.sees(weights) else ring)
-        busy = Busy(cpu_share, memory, host.usable_threads(self._how.threads))
         try:
-            return from_disk(self.reader, ranges, self._arenas.whole(ring), seconds, busy)
+            return from_disk(self.reader, ranges, self._arenas.whole(f"{HOST}.ring"), seconds)
         finally:
             self._start_over()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,13 +19,13 @@ from penstock.planner.explain import Band, Width
 from penstock.planner.predict import Prediction, Spread, predict
 from penstock.runtime import first_loads, movers, reread
 from penstock.runtime.probe import machine_file
-from penstock.runtime.reread import NOTHING, Busy, End, Read, at_usual_speed
+from penstock.runtime.reread import NOTHING, End, Read, at_usual_speed
 from penstock.serve import renewal
 from penstock.serve.engine import Engine
 from penstock.serve.loading import Loading
 from penstock.serve.renewal import Renewed, Shift, tells
 from penstock.spec.ask import Ask
-from penstock.spec.machine import MachineSpec, Rate, Sharing, dumps
+from penstock.spec.machine import MachineSpec, Rate, dumps
 from penstock.spec.places import CPU, DISK, is_disk
 from penstock.store.packed import open_packed
 from tests.cpu.commands import MACHINE, here
@@ -139,8 +137,8 @@ def test_a_disk_that_fails_while_it_is_timed(folder: Path, monkeypatch: pytest.M
 
 def test_what_tells_nothing(folder: Path) -> None:
     """A model that is loaded in a moment says nothing of the disk, and passes that no prediction is about nothing."""
-    assert not tells(1 << 20, 0.4) and tells(1 << 20, 0.6) and tells(64 << 20, 0.02)
-    assert not tells(0, 0.0)
+    assert not tells(Read(1 << 20, 0.4)) and tells(Read(1 << 20, 0.6)) and tells(Read(64 << 20, 0.02))
+    assert not tells(Read(0, 0.0))
     with closing(Engine.load(folder, Ask(), Loading(machine=MACHINE, threads=1))) as engine:
         assert engine.renew() is None
 
@@ -221,6 +219,7 @@ def test_the_quarters_of_a_reading_say_how_it_swings(slow: float) -> None:
         ends.append(End(moment_s, (part + 1) * (32 << 20)))
     read = at_usual_speed(ends, 1)
     assert read.swing == pytest.approx(0 if slow == 1 else 0.247, abs=1e-3)
+    assert read.beside(NOTHING).swing == NOTHING.beside(read).swing == read.swing
 
 
 @pytest.mark.parametrize(
@@ -238,49 +237,5 @@ def test_the_ram_that_a_promise_goes_by_is_that_of_its_products(
     nbytes = 1 << 30
     with closing(Engine.load(folder, Ask(), Loading(machine=machine))) as engine:
         monkeypatch.setattr(engine.session, "read_resident", lambda: Read(nbytes, nbytes / (measured * product)))
-        (shift,) = renewal.shifts(engine.session, machine, 0.5)
+        (shift,) = renewal.shifts(engine.session, machine)
     assert shift.what == "RAM" and shift.times == pytest.approx(times)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_cpu_reads_memory_while_the_disk_is_timed(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bursts of it, none of which leaves the memory; none at all if the CPU has nothing to do."""
-    memory, reads, third = np.zeros(1 << 20, np.uint8), list[tuple[int, int]](), threading.Event()
-
-    def ram_read_s(address: int, nbytes: int, threads: int, repeats: int) -> float:
-        assert (threads, repeats) == (2, 1)
-        reads.append((address - memory.ctypes.data, nbytes))
-        if len(reads) == 3:
-            third.set()
-        time.sleep(0.001)
-        return 0.001
-
-    monkeypatch.setattr("penstock.runtime.reread._native.ram_read_s", ram_read_s)
-    with Busy(share, memory, 2) as busy:
-        for _ in range(1000 if share else 10):
-            time.sleep(0.001)
-            busy.loaded()
-            if third.is_set():
-                break
-    assert (len(reads) >= 3 and busy.busy_share > 0) if share else (not reads and busy.busy_share == 0)
-    assert all(at >= 0 and nbytes > 0 and at + nbytes <= len(memory) for at, nbytes in reads)
-
-
-def test_what_a_disk_has_beside_a_busy_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where computing slows the disk by the machine's figures, it is timed for half a second however long loading took,
-    and what is foretold for that is as slow as these figures say."""
-    plan = streaming(open_packed(folder), ("norms", "edges"))
-    machine = replace(with_disk(1e9), sharing=(Sharing(DISK.reads, CPU, 3.0),))
-    asked = list[float]()
-
-    def reads(seconds: float, least_bytes: int, cpu_share: float) -> Read:
-        asked.append(seconds)
-        return Read(1 << 30, 2.0, 1, cpu_share=cpu_share)
-
-    with closing(Engine.load(folder, Ask(), Loading(machine=machine, plan=plan))) as engine:
-        monkeypatch.setattr(engine.session, "read_streamed", reads)
-        monkeypatch.setattr(engine.session, "loading", NOTHING._replace(seconds=0.4))
-        (alone,) = renewal.shifts(engine.session, replace(machine, sharing=()), 0.6)
-        (beside,) = renewal.shifts(engine.session, machine, 0.6)
-    assert asked == pytest.approx([0.1, 0.5])
-    assert beside.foretold_bytes_per_s / alone.foretold_bytes_per_s == pytest.approx(0.4 + 0.6 / 3)
