@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ def test_what_is_read_again(folder: Path) -> None:
     with load(folder) as engine:
         assert engine.session.reread(1.0)[0] == NOTHING
     assert NOTHING.bytes_per_s == 0 and from_ram(0, 0, 1) == NOTHING
-    assert from_disk(engine.session.reader, [], 0, 0, 1.0) == NOTHING
+    assert from_disk(engine.session.reader, [], np.zeros(0, np.uint8), 1.0) == NOTHING
 
 
 def test_an_untied_embedding_is_not_read_again(tmp_path: Path) -> None:
