@@ -4,7 +4,7 @@ dequantise to; and one line for each that is refused."""
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,26 +188,6 @@ def test_experts_and_matrices_that_were_left(tmp_path: Path) -> None:
     same_answers(kept, tmp_path / "q-wide", variant)
 
 
-@pytest.mark.filterwarnings("ignore:.*held in float32")
-@pytest.mark.parametrize("name", ["gptq-8", "awq-128", "packed-zeros", "int8", "float8-rows"])
-def test_matrices_beside_floats_of_one_input_are_widened(name: str, tmp_path: Path) -> None:
-    """k was left as it was, so q and v are float32 here, with the checkpoint's numbers."""
-    variant, quantise, config, kind = CASES[name]
-    key = "ignore" if config["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
-    config = config | {key: ["lm_head", "re:.*k_proj"] if key == "ignore" else ["k_proj"]}
-    if config["quant_method"] == "gptq":
-        config = config | {"dynamic": {"-:.*k_proj": {}}}
-    folder = folder_of(tmp_path, variant, quantise, config, skip=("k_proj",))
-    model = open_packed(pack(folder, tmp_path / "kept"))
-    assert {b.name: b.format.name for b in model.parts["1.attn"].blocks if b.tiled} == {
-        "q": "float32", "k": "float32", "v": "float32", "o": kind,
-    }  # fmt: skip
-    assert describe(folder)[1] == own_format(folder) == model.weights
-    (folder / "model.safetensors").unlink()
-    assert describe(folder / "config.json")[1] == model.weights
-    same_answers(tmp_path / "kept", tmp_path / "q-wide", variant)
-
-
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed"])
 def test_codes_that_config_json_says_nothing_of(name: str, tmp_path: Path) -> None:
     """Old folders say how they were quantised in a file of their own."""
@@ -313,28 +293,6 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="keeps its numbers"):
         pack(folder, tmp_path / "kept", parse_format("int4"))
     assert not (tmp_path / "kept").exists()
-
-
-ODD_HEADS = {"head_dim": 20, "num_attention_heads": 8, "num_key_value_heads": 8}
-
-
-@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8", "awq", "packed-zeros", "int8", "float8-matrix"])
-def test_heads_that_end_within_a_group_have_an_output_in_float32(name: str, tmp_path: Path) -> None:
-    _, quantise, config, kind = CASES[name]
-    odd = replace(LLAMA, keys=LLAMA.keys | ODD_HEADS)
-    folder = folder_of(tmp_path, odd, quantise, config)
-    ordered = name == "gptq-act-order"  # its granules are all heads: 160 columns
-    with (
-        pytest.warns(UserWarning, match="since heads end within a group of 32 columns") if not ordered else ExitStack()
-    ):
-        model = open_packed(pack(folder, tmp_path / "kept"))
-    assert {b.name: b.format.name for b in model.parts["1.attn"].blocks if b.tiled} == {
-        "q": kind, "k": kind, "v": kind, "o": kind if ordered else "float32",
-    }  # fmt: skip
-    assert describe(folder)[1] == own_format(folder) == model.weights
-    same_answers(tmp_path / "kept", tmp_path / "q-wide", odd)
-    (folder / "model.safetensors").unlink()
-    assert describe(folder / "config.json")[1] == model.weights
 
 
 @pytest.mark.parametrize("how", ["awq", "gptq"])
